@@ -145,17 +145,17 @@ def make_buffers_whole(model: nn.Module) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if isinstance(buffer, ShardTensor):
-                whole = buffer.detach().full_tensor()
+                whole = cast(ShardTensor, buffer.detach()).full_tensor()
                 module._buffers[name] = whole.clone(memory_format=torch.contiguous_format)  # memory of its own
 
 
 def broadcast_bytes(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
     """Give all ranks of a group the tensor of the first one, of any type: not every backend knows every type."""
-    packed = tensor.contiguous()
+    packed = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)  # contiguous
+    packed.copy_(tensor)
     if packed.numel():
         dist.broadcast(packed.view(-1).view(torch.uint8), group=group, group_src=0)
-    if packed is not tensor:
-        tensor.copy_(packed)
+    tensor.copy_(packed)
 
 
 def transform_forward(module: nn.Module, transform: Callable[[Callable], Callable]) -> None:

@@ -23,7 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from distributed.protocol import points_kept_together
 from distributed.split import Split
-from distributed.weight_shards import fill_weights, keep_ties
+from distributed.ties import keep_ties
+from distributed.weight_shards import fill_weights
 from networks import MODELS
 from networks.vit import PerAxis
 from utils.config import nearest

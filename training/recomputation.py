@@ -59,12 +59,12 @@ class FoundState:
         """Inside, the module is called; of the copies of its buffers those stay that it has changed."""
         self.generators = host_states()
         copies = copied_buffers(self.module)
-        held = [(owner._buffers[name], owner._buffers[name]._version) for owner, name, _ in copies]
+        held = [_with_version(owner, name) for owner, name, _ in copies]
         with inner:
             yield
         for (owner, name, copy), (before, version) in zip(copies, held, strict=True):
-            now = owner._buffers[name]
-            is_same = now is before and now._version == version
+            now, version_now = _with_version(owner, name)
+            is_same = now is before and version_now == version
             if not is_same or isinstance(owner, _NormBase):  # torch's kernel moves running statistics unseen
                 self.buffers.append((owner, name, copy))
 
@@ -73,6 +73,12 @@ class FoundState:
         """Inside, the module is called again."""
         with drawn_again(self.generators), with_buffers(self.buffers), inner:
             yield
+
+
+def _with_version(owner, name):
+    """A buffer, and how often it has been written in place."""
+    buffer = owner._buffers[name]
+    return buffer, None if buffer is None else buffer._version
 
 
 def copied_buffers(module: nn.Module) -> Buffers:
@@ -91,11 +97,11 @@ def with_buffers(buffers: Buffers) -> Iterator[None]:
 
     The tensors change places, and nothing is copied: autograd may keep a buffer for the backward pass.
     """
-    own = [(owner, name, owner._buffers[name]) for owner, name, _ in buffers]
+    own = [owner._buffers[name] for owner, name, _ in buffers]
     try:
         for owner, name, buffer in buffers:
             owner._buffers[name] = buffer
         yield
     finally:
-        for owner, name, buffer in own:
-            owner._buffers[name] = buffer
+        for (owner, name, _), before in zip(buffers, own, strict=True):
+            owner._buffers[name] = before

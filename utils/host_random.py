@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor
 
 PYTHON_VERSION = 3  # of the tuple that random.getstate gives
@@ -27,10 +28,10 @@ class HostRandom:
 
     def __enter__(self) -> "HostRandom":
         """Put these generators in place."""
-        outside = random.getstate(), np.random.get_bit_generator()
+        outside = random.getstate(), get_bit_generator()
         self._outside.append(outside)
         random.setstate(self.python)
-        np.random.set_bit_generator(self.numpy)  # numpy's get_state and set_state take a tenth of a millisecond each
+        set_bit_generator(self.numpy)  # numpy's get_state and set_state take a tenth of a millisecond each
         return self
 
     def __exit__(self, *_error: Any) -> None:
@@ -38,7 +39,7 @@ class HostRandom:
         self.python = random.getstate()
         python, from_numpy = self._outside.pop()
         random.setstate(python)
-        np.random.set_bit_generator(from_numpy)
+        set_bit_generator(from_numpy)
 
     def states(self) -> tuple[Any, Any]:
         """The states of this moment, for `drawn_again`, while these generators are not in place."""
@@ -61,7 +62,7 @@ class HostRandom:
             self.python = PYTHON_VERSION, tuple(map(int, words)), spare if has_spare else None
         if "numpy" in tensors:
             *key, position = tensors["numpy"].tolist()
-            state = {"key": np.array(key, dtype=np.uint32), "pos": int(position)}
+            state: Any = {"key": np.array(key, dtype=np.uint32), "pos": int(position)}
             self.numpy.state = {"bit_generator": "MT19937", "state": state}
 
 
@@ -72,7 +73,7 @@ def host_states() -> tuple[Any, Any]:
 
 @contextmanager
 def drawn_again(states: tuple[Any, Any]) -> Iterator[None]:
-    """Inside, `random` and numpy draw what they have drawn since `states`; afterwards they go on from where they are."""
+    """Inside, `random` and numpy draw what they drew after `states`; afterwards they go on as if nothing had been."""
     now = host_states()
     _set(states)
     try:
