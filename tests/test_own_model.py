@@ -96,7 +96,7 @@ def test_two_layers_with_one_weight_keep_it(ranks, tiny_config, layout):
     options, (size, split) = {"model": own("Tied"), "img_size": [11, 14], "patch_size": 1}, ranks_and_options(layout)
     check_in_double(ranks, tiny_config, layout, options)
     for _, state in ranks(size, train_in_double, tiny_config(**options, **split), steps=1):
-        assert torch.equal(state["first.weight"], state["second.weight"])
+        assert "first.weight" in state and "second.weight" not in state  # which is the same
 
 
 @pytest.mark.parametrize("layout", ["tp2", "cp3", "pp2", "domain2xtp2"])

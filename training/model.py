@@ -29,6 +29,7 @@ from networks import MODELS
 from networks.vit import PerAxis
 from utils.config import nearest
 from utils.errors import UsageError, first_line
+from utils.host_random import HostRandom
 from utils.schema import Config
 
 Build = Callable[[], nn.Module]
@@ -107,7 +108,8 @@ def _builder(config):
 
     def build() -> nn.Module:
         try:
-            model = Model(**arguments)
+            with HostRandom(config.seed):  # torch's generators are those of whoever builds
+                model = Model(**arguments)
         except Exception as error:
             raise UsageError(f"{config.config}: {_in_one_line(error)}") from error
         if not isinstance(model, nn.Module):
