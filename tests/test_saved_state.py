@@ -1,4 +1,4 @@
-"""Whatever a model keeps is in its checkpoints, once, and comes back under any layout; what cannot be is said at once."""
+"""Whatever a model keeps is in its checkpoints once, and comes back under any layout; what cannot be is refused."""
 
 from itertools import pairwise
 
@@ -140,5 +140,5 @@ def test_a_weight_that_two_blocks_share_is_split_once(ranks, tiny_config, layout
 )
 def test_a_shared_weight_that_cannot_be_split_is_refused(ranks, tiny_config, model, option, line):
     config = tiny_config(model=own(model), img_size=[20, 24], gradient_accumulation=2, **{option: 2})
-    with pytest.raises(AssertionError, match=f"LayoutError: .*{line}"):
+    with pytest.raises(AssertionError, match=f"UsageError: .*{line}"):
         ranks(2, build, config)

@@ -105,6 +105,7 @@ def train_from(config, folder, start, stop):
         take_parts(tensors, view, split)
         tensors |= {"random": view["random"]}
         restore_state(tensors, model, optimizer, step.streams, marker["trainer"]["extra"])
+        del tensors, view  # a buffer that others see cannot become a part of a split one
     losses = train_steps(step, config, start, stop)
     step.parallel.share_buffers()
     tensors = global_view(collect_state(model, optimizer, step.streams), split)
