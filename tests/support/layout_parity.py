@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from distributed.collectives import shard
+from distributed.parallel_model import make_buffers_whole
 from distributed.shard_tensor import wrap
 from distributed.weight_shards import global_view, take_parts
 from tests.support.compilation import GENERATED, compile_by
@@ -204,6 +205,7 @@ def train_in_double(config, steps=10):
     try:
         step = build(config)
         losses = train_steps(step, config, 0, steps)
+        make_buffers_whole(step.parallel.model)
         state = global_view(collect_state(step.parallel.model, step.optimizer), step.parallel.split)["model"]
         whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
         return losses, {name: t.detach().clone() for name, t in whole.items()}
