@@ -365,6 +365,11 @@ class Run:
     def _log_notes(self) -> None:
         for note in self.step.task.notes:
             log.info(note)
+        if self.config.amp_mode == "fp16" and comm.get_size("dp_image") > 1:
+            log.info(
+                "amp_mode fp16: each rank sums its part of a gradient, so a step may overflow, and be skipped, that "
+                "does not on one device, or the reverse"
+            )
 
     def _log_memory(self) -> None:
         """Log the memory before anything is computed (the scaffolding of a run), and after the first forward pass."""
