@@ -43,9 +43,8 @@ class SharedScaler(ShardedGradScaler):
 
     def __init__(self, device: str, enabled: bool, ranks: int):
         # The group is named: the default is the one that was there when torch's module was first imported.
-        super().__init__(
-            device, init_scale=INITIAL_SCALE / ranks, enabled=enabled, process_group=dist.group.WORLD
-        )  # fmt: skip
+        scale = INITIAL_SCALE / ranks
+        super().__init__(device, init_scale=scale, enabled=enabled, process_group=dist.group.WORLD)
         self.ranks = ranks
 
     def get_scale(self) -> float:
