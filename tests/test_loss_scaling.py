@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.layout_parity import build, overflow_on_the_last_rank, own_part, ranks_and_options
+from tests.support.layout_parity import build, local, overflow_on_the_last_rank, own_part, ranks_and_options
 from tests.support.marks import slow_but
 from training.loss_scaler import OwnScaler
 from training.tasks import build_task
@@ -13,11 +13,29 @@ FP16 = {"amp_mode": "fp16", "depth": 2, "img_size": [16, 32], "global_batch_size
 FUSED = ["tp2", "domain2x2", "tp2xdp2,data_parallel=fsdp"]  # whose ranks hold different gradients
 
 
+def overflow_on_every_rank(config):
+    """Whether weights stay as they are, all of them finite, in a step that overflows on every rank."""
+    step = build(config)
+    parameters = list(step.parallel.model.parameters())
+    before, unscale = [local(p).clone() for p in parameters], step.scaler.unscale_
+
+    def overflow(optimizer):
+        local(step.parallel.model.blocks[0].mlp.fc1.weight.grad)[0, 0] = torch.inf
+        unscale(optimizer)
+
+    step.scaler.unscale_ = overflow
+    batch = build_task(config).random_batch(torch.Generator().manual_seed(1))
+    step(0, *(own_part(part, config) for part in batch))
+    return all(torch.equal(a, local(b)) for a, b in zip(before, parameters, strict=True))
+
+
+@pytest.mark.parametrize("overflow", [overflow_on_the_last_rank, overflow_on_every_rank])
 @pytest.mark.parametrize("layout", slow_but(FUSED[:2], FUSED, "the decision in other layouts"))
-def test_a_fused_optimizer_skips_the_step_that_one_rank_overflows_in(ranks, tiny_config, layout):
+def test_a_fused_optimizer_skips_a_step_that_overflows_on_one_rank_or_on_all(ranks, tiny_config, layout, overflow):
     size, own = ranks_and_options(layout)
     config = tiny_config(**FP16, **own, enable_fused=True)
-    assert ranks(size, overflow_on_the_last_rank, config) == [(True, 2.0**15)] * size
+    expected = (True, 2.0**15) if overflow is overflow_on_the_last_rank else True
+    assert ranks(size, overflow, config) == [expected] * size
 
 
 def gradient_of_the_output(config):
