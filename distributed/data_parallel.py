@@ -25,9 +25,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from distributed.agreed_layers import LayerWatch
 from distributed.parallel_model import ParallelModel
 from distributed.split import Split
-from distributed.weight_shards import fill_weights, keep_ties
+from distributed.ties import keep_ties
+from distributed.weight_shards import fill_weights
 from utils import comm
 from utils.device import library, on_capture_stream
 from utils.errors import LayoutError
@@ -144,6 +146,9 @@ def data_parallel(
         fully_shard_model(module, options, device, split.specs)
         with keep_ties(module):
             allocate(module, device, options.cpu_offload)
+        group = comm.get_group("dp_image")
+        if group and options.data_parallel in SHARDED and comm.get_size("dp") > 1:
+            LayerWatch(module, group, device, options.data_parallel)
     fill_weights(model, weights, split)
     replicated = options.data_parallel not in SHARDED and comm.get_size("dp_image") > 1 and not options.noddp
     if replicated:
@@ -198,6 +203,25 @@ def build_zero1_optimizer(
     """An optimizer whose state is shared out: each rank updates its share of the parameters and broadcasts them."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
 
-    return ZeroRedundancyOptimizer(
+    parameters = list(parameters)
+    strides = [parameter.stride() for parameter in parameters]
+    optimizer = ZeroRedundancyOptimizer(
         parameters, optimizer_class, process_group=comm.get_group("dp_image"), parameters_as_bucket_view=True, **options
     )
+    for parameter, stride in zip(parameters, strides, strict=True):
+        set_strides(parameter, stride)
+    return optimizer
+
+
+@torch.no_grad()
+def set_strides(parameter: nn.Parameter, stride: Sequence[int]) -> None:
+    """Arrange the elements of a parameter in the memory that it has, which is contiguous, by other strides.
+
+    ZeroRedundancyOptimizer makes parameters contiguous in its buckets; gradients keep the strides of before. A fused
+    optimizer reads both element by element as they lie in memory.
+    """
+    if parameter.stride() == stride:
+        return
+    value = parameter.clone()
+    parameter.data = parameter.as_strided(parameter.shape, stride)
+    parameter.copy_(value)

@@ -28,10 +28,13 @@ from distributed.shard.spec import Axes, Axis, Mesh, Spec, as_mesh, merged, whol
 from distributed.shard_tensor import ShardTensor, local, part_of, reduced, replicated, set_fallback, wrap
 from distributed.split import Split
 from distributed.tensor_parallel import tensor_parallel
+from distributed.ties import tie_pieces, tied_names
 from networks.vit import PerAxis, Transformer
 from utils import comm
 from utils.errors import reported_as_usage_error
 from utils.tiles import image_cuts, per_axis
+
+POSITIONS = "pos_embed.weight"  # of a Transformer: one row for each token
 
 
 @dataclass(frozen=True)
@@ -180,15 +183,18 @@ def split_images(model: nn.Module, options: DomainOptions) -> Split:
     with reported_as_usage_error(ValueError, options.config):
         split, patch_size = Split(), points_kept_together(model)
         set_fallback(options.domain_fallback)
+        ties = tied_names(model)
         if comm.get_size("tp") > 1:
             split.dims = tensor_parallel(model, comm.get_group("tp"))
+            tie_pieces(model, ties, "tensor parallel")
         domain = domain_parallel(model, options.img_size, patch_size, options.domain_method)
         if domain is None:
             return split
         split.cuts = image_cuts(options.img_size, patch_size)
         strategy = options.data_parallel
         plain = strategy == "ddp" or (strategy != "zero1" and options.amp_mode != "fp16")
-        if plain and isinstance(model, Transformer):
+        is_shared = any(POSITIONS in names for names in ties)
+        if plain and isinstance(model, Transformer) and not is_shared:
             axes = (domain.token_axes(), whole(model.pos_embed.weight.shape[1]))
-            split.specs = shard_parameters(model, domain.mesh, {"pos_embed.weight": axes})
+            split.specs = shard_parameters(model, domain.mesh, {POSITIONS: axes})
         return split

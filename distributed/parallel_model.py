@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.collectives import as_group, gather_from_region
@@ -100,7 +100,9 @@ class ParallelModel:
             parts *= comm.get_size("domain") if name in self.split.specs else 1
             if isinstance(grad, DTensor):
                 for placement, size in zip(grad.placements, grad.device_mesh.shape, strict=True):
-                    parts *= size if isinstance(placement, Shard) else 1
+                    is_split = hasattr(placement, "dim")  # also torch's _StridedShard, which is no Shard
+                    if is_split:
+                        parts *= size
                 grad = grad.to_local()
             held[grad.device, parts].append(torch.view_as_real(grad) if grad.is_complex() else grad)
         return held
@@ -110,11 +112,14 @@ class ParallelModel:
         """Give all data-parallel ranks the buffers of the first one, as DistributedDataParallel does in every step.
 
         In training each rank's BatchNorm has running statistics of its own, of its samples. They are used in
-        evaluation and kept in checkpoints: call this before both.
+        evaluation and kept in checkpoints: call this before both. A buffer that a model has filled with a part of a
+        split image becomes whole, as a resumed run has it.
         """
+        if comm.get_size("domain") > 1:
+            make_buffers_whole(self.model)
         if comm.get_size("dp") > 1:
             for buffer in self.model.buffers():
-                dist.broadcast(buffer, group=comm.get_group("dp"), group_src=0)
+                broadcast_bytes(buffer, comm.get_group("dp"))
 
     @torch.no_grad()
     def predict(self, x: Tensor, out_channels: int) -> Tensor:
@@ -131,6 +136,26 @@ class ParallelModel:
         for cut in self.split.cuts:
             part = gather_from_region(part, 2 + cut.axis, cut.sizes, as_group(comm.get_group(cut.mesh_dim)))
         return part
+
+
+def make_buffers_whole(model: nn.Module) -> None:
+    """Replace each buffer that is a ShardTensor by the whole tensor, in place. Its ranks call this together."""
+    from distributed.shard.tensor import ShardTensor  # only rung 4 needs it
+
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, ShardTensor):
+                whole = cast(ShardTensor, buffer.detach()).full_tensor()
+                module._buffers[name] = whole.clone(memory_format=torch.contiguous_format)  # memory of its own
+
+
+def broadcast_bytes(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Give all ranks of a group the tensor of the first one, of any type: not every backend knows every type."""
+    packed = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)  # contiguous
+    packed.copy_(tensor)
+    if packed.numel():
+        dist.broadcast(packed.view(-1).view(torch.uint8), group=group, group_src=0)
+    tensor.copy_(packed)
 
 
 def transform_forward(module: nn.Module, transform: Callable[[Callable], Callable]) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from distributed.collectives import AnyGroup, as_group
 from distributed.protocol import SplittableTransformer
+from distributed.ties import tied_names
 from utils.errors import LayoutError
 
 SCHEDULES: dict[str, Callable] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
@@ -64,6 +65,7 @@ def split_into_stages(model: SplittableTransformer, group: AnyGroup, schedule: s
         each = f" of which each rank holds {per_rank}" if per_rank > 1 else ""
         raise LayoutError(f"pipeline parallel: {depth} blocks cannot be shared by {stages} stages{each}")
     length = depth // stages
+    _check_ties(model, length, stages)
     numbers = range(rank, stages, size)  # interleaved: stages are assigned to ranks in turn
     built = [Stage(model, range(i * length, (i + 1) * length), i == 0, i == stages - 1) for i in numbers]
     model.blocks = Blocks({name: block for stage in built for name, block in stage.blocks.items()})
@@ -72,6 +74,26 @@ def split_into_stages(model: SplittableTransformer, group: AnyGroup, schedule: s
     if not built[-1].last:
         del model.norm, model.head
     return built
+
+
+def _check_ties(model, length, stages):
+    """Raise LayoutError where a weight has names in two stages: no rank would have all of its gradient."""
+    for names in tied_names(model):
+        places = [_stage_of(name, length, stages) for name in names]
+        if len(set(places)) > 1:
+            other = next(name for name, place in zip(names, places, strict=True) if place != places[0])
+            raise LayoutError(
+                f"pipeline parallel: '{names[0]}' and '{other}' are one weight, in two stages: train this model with "
+                "train.py, or give the modules weights of their own"
+            )
+
+
+def _stage_of(name, length, stages):
+    """The stage that holds the parameter of this name, with `length` blocks each."""
+    kind, *rest = name.split(".")
+    if kind == "blocks":
+        return int(rest[0]) // length
+    return stages - 1 if kind in ("norm", "head") else 0
 
 
 class Pipeline:

@@ -55,11 +55,12 @@ def tensor_parallel(model: nn.Module, group: AnyGroup, sequence_parallel: bool =
     tokens = shard_sizes(here.stop - here.start, group.size) if sequence_parallel else None
     _check(model, group.size, tokens)
     dims: dict[str, int] = {}
+    made: dict[tuple[type, int], nn.Module] = {}  # a layer that several blocks share stays one
     for name, module in list(model.named_modules()):
         if isinstance(module, SplittableAttention):
-            dims |= _split_pair(module, name, "qkv", "proj", group, tokens)
+            dims |= _split_pair(module, name, "qkv", "proj", group, tokens, made)
         elif isinstance(module, SplittableMLP):
-            dims |= _split_pair(module, name, "fc1", "fc2", group, tokens)
+            dims |= _split_pair(module, name, "fc1", "fc2", group, tokens, made)
     if tokens:
         _split_tokens(model, group, tokens)
     else:
@@ -77,10 +78,14 @@ def _check(model, size, tokens):
         raise LayoutError(f"sequence parallel: {sum(tokens)} tokens cannot be split over {size} ranks")
 
 
-def _split_pair(module, name, first, second, group, tokens):
-    """Split two layers of a module; returns {parameter name: dim}."""
-    setattr(module, first, ColumnParallelLinear(getattr(module, first), group, tokens))
-    setattr(module, second, RowParallelLinear(getattr(module, second), group, tokens))
+def _split_pair(module, name, first, second, group, tokens, made):
+    """Split two layers of a module; returns {parameter name: dim}. made: {(kind, id of a layer): the split one}."""
+    for attribute, Parallel in ((first, ColumnParallelLinear), (second, RowParallelLinear)):
+        layer = getattr(module, attribute)
+        key = Parallel, id(layer)
+        if key not in made:
+            made[key] = Parallel(layer, group, tokens)
+        setattr(module, attribute, made[key])
     return {f"{name}.{first}.weight": 0, f"{name}.{first}.bias": 0, f"{name}.{second}.weight": 1}
 
 

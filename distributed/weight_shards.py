@@ -4,8 +4,7 @@ No rank ever holds the whole model. A rank fills its parts of the initial weight
 global tensors that it belongs to.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -49,23 +48,10 @@ def local_part(full: Tensor, parameter: DTensor) -> Tensor:
     mesh = parameter.device_mesh
     dims = zip(mesh.mesh_dim_names or (), parameter.placements, mesh.shape, mesh.get_coordinate() or (), strict=True)
     for _, placement, size, rank in sorted(dims, key=lambda item: item[0] != "tp"):
-        if hasattr(placement, "dim"):  # sharded
+        if hasattr(placement, "dim"):  # sharded, also by a _StridedShard, which is no Shard
             chunks = full.chunk(size, placement.dim)
             full = chunks[rank] if rank < len(chunks) else full.narrow(placement.dim, 0, 0)
     return full
-
-
-@contextmanager
-def keep_ties(model: nn.Module) -> Iterator[None]:
-    """Inside, the model may move to another device: a parameter that several modules share stays one."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    yield
-    for first, *others in names.values():
-        for name in others:
-            owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
 
 
 def global_view(tensors: Tensors, split: Split) -> Tensors:

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.refusals import refusal
 from training.tasks import build_task
-from utils.sample_order import training_indices
+from utils.sample_order import Order, training_indices
 from weather.dataset import FieldDataset
 
 CPU = torch.device("cpu")
@@ -127,6 +127,17 @@ def collect(batches):
 def same(batches, others):
     pairs = zip(batches, others, strict=True)
     return all(torch.equal(one[0], two[0]) and torch.equal(one[1], two[1]) for one, two in pairs)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 1), (2, 3), (4, 2), (1, 4)])
+def test_micro_batches_of_all_ranks_are_those_of_one_device(ranks, micro_batches):
+    size = 12 * 2 // ranks
+    whole = Order(50, size * ranks, 0, 1, seed=3).samples(5)
+    own = [Order(50, size, rank, ranks, seed=3, micro_batches=micro_batches).samples(5) for rank in range(ranks)]
+    parts = [np.split(samples, micro_batches) for samples in own]
+    for number, expected in enumerate(np.split(whole, micro_batches)):
+        found = np.concatenate([of_rank[number] for of_rank in parts])
+        assert found.tolist() == expected.tolist()
 
 
 def test_batches_are_the_normalised_fields(tiny_config, sample_folder):

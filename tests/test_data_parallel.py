@@ -109,6 +109,12 @@ def test_generated_code_changes_no_number(ranks, tiny_config):
     check_training(ranks, tiny_config, layout("fsdp", 2), PARITY, **COMPILED_OPTIONS["compiled, recomputed"])
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_fused_optimizer_finds_weights_and_gradients_in_one_memory_format(ranks, tiny_config, strategy):
+    options = PARITY | {"enable_fused": True, "enable_channels_last": True}
+    check_training(ranks, tiny_config, layout(strategy, 2), options, steps=4)
+
+
 IN_BUCKETS = pytest.mark.slow("compiled layers whose gradients are reduced in buckets")
 
 

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from distributed import attention
 from distributed.shard.spec import as_mesh
 from tests.support.refusals import refusal
-from training import checkpoint, profiling
+from training import checkpoint, profiling, random_streams
 from training.profiling import build_profiler
 from training.tasks import build_task
 from utils import comm, device, launch
@@ -167,13 +167,13 @@ def test_the_peak_is_that_of_the_device_where_torch_counts_it(monkeypatch):
 
 def test_random_numbers_of_any_accelerator_are_kept(monkeypatch):
     kept = []
-    monkeypatch.setattr(checkpoint, "_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(random_streams, "accelerator", lambda: torch.device("xpu"))
     monkeypatch.setattr(torch.xpu, "get_rng_state", lambda: torch.tensor([7]))
     monkeypatch.setattr(torch.xpu, "set_rng_state", kept.append)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     state = checkpoint.collect_state(model, optimizer)
-    assert state["random"].keys() == {"cpu0", "xpu0"}
+    assert state["random"].keys() == {"cpu0", "xpu0", "python0", "numpy0"}
     checkpoint.restore_state(state, model, optimizer)
     assert kept == [torch.tensor([7])]
 

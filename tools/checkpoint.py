@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tools.tables import format_table
-from training.checkpoint_files import write_safetensors
+from training.checkpoint_files import read_marker, write_safetensors
 from training.trained_weights import find, stored_tensors
 from utils.errors import ArgumentParser, UsageError, run_main
 from utils.files import whole_file
@@ -24,7 +24,7 @@ from utils.files import whole_file
 def load_weights(folder: Path) -> dict[str, Tensor]:
     """The unsharded weights and buffers of a model, {name as in the plain model: CPU tensor}. One process suffices.
 
-    The averaged weights, where the run kept an average.
+    The averaged weights, where the run kept an average. A weight that has several names stands under each.
     """
     parts: dict[str, dict[str, Tensor]] = {"model": {}, "ema": {}}
     for name, stored in stored_tensors(folder).items():
@@ -32,7 +32,21 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
         if part in parts:
             parts[part][own] = torch.empty(stored.size, dtype=stored.properties.dtype)
     dcp.load(parts, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-    return parts["model"] | parts["ema"]
+    weights = parts["model"] | parts["ema"]
+    for name, first in read_marker(folder)["trainer"].get("tied", {}).items():
+        if first in weights:
+            weights[name] = weights[first]
+    return weights
+
+
+def with_own_memory(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors; one that stands under several names is copied, since a file takes no shared memory."""
+    seen = set[int]()
+    apart: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        apart[name] = tensor.clone() if id(tensor) in seen else tensor
+        seen.add(id(tensor))
+    return apart
 
 
 def export(path: Path | str, out: Path | str) -> None:
@@ -44,7 +58,7 @@ def export(path: Path | str, out: Path | str) -> None:
     if out.exists():
         raise UsageError(f"{out}: exists already")
     folder, marker = find(path)
-    weights = load_weights(folder)
+    weights = with_own_memory(load_weights(folder))
     metadata = {"format": "pt", "iteration": str(marker["iteration"]), "config": json.dumps(marker["config"])}
     with whole_file(out) as part:
         write_safetensors(part, weights, metadata)

@@ -25,13 +25,16 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from training.checkpoint_files import MARKER, CheckpointError, Marker, ShardWriter, digest, read_losses, verify
+from training.model_state import collect_weights, restore_weights
+from training.random_streams import RandomStreams, accelerator
+from training.rehearsal import rehearse
 from utils import comm
+from utils.errors import UsageError, first_line
 from utils.files import sync_folder, whole_file
 from utils.torch_private import VERSION
 
@@ -43,51 +46,75 @@ State = dict[str, dict[str, Any]]
 NAME = re.compile(r"iter-\d{8,}")
 
 
-def collect_state(model: nn.Module, optimizer: Optimizer) -> State:
+def collect_state(model: nn.Module, optimizer: Optimizer, streams: RandomStreams | None = None) -> State:
     """This rank's tensors of a run: weights and buffers, optimizer moments by parameter name, random state.
 
     model: without a DistributedDataParallel around it; its parameters may be sharded by fully_shard (DTensor).
     optimizer: of torch.optim, or a ZeroRedundancyOptimizer, of which each rank gives the moments that it owns.
+    streams: of random numbers; by default those of torch alone, by rank.
     The tensors are the run's own, not copies. An optimizer that has not made a step yet gets moments of zero.
     """
     optimizer = _local(optimizer)
-    fresh = not optimizer.state
-    states: Any = get_state_dict(model, optimizer)  # torch's type allows for more than is there
-    weights, optimizer_state = states
-    if fresh:  # torch made the moments by a step of learning rate zero, and counted it
-        for state in optimizer.state.values():
-            state["step"].zero_()
-    moments = {name: _contiguous(state) for name, state in optimizer_state["state"].items()}
-    random = {f"cpu{comm.rank()}": torch.get_rng_state()}
-    if accelerator := _accelerator():
-        random[f"{accelerator.type}{comm.rank()}"] = torch.get_device_module(accelerator).get_rng_state()
-    return {"model": _contiguous(weights), "optimizer": moments, "random": random}
+    make_moments(optimizer)
+    weights = collect_weights(model)  # first: fully_shard shares out again what it has gathered
+    moments = {}
+    for name, parameter in model.named_parameters():
+        if parameter in optimizer.state:
+            state = optimizer.state[parameter]
+            moments[name] = {key: value.contiguous() for key, value in state.items()}
+    streams = streams or RandomStreams()
+    return {"model": weights, "optimizer": moments, "random": streams.tensors()}
 
 
-def restore_state(tensors: State, model: nn.Module, optimizer: Optimizer) -> None:
-    """Put the tensors of `collect_state` back. The hyperparameters of the optimizer stay those of the config."""
+def restore_state(
+    tensors: State,
+    model: nn.Module,
+    optimizer: Optimizer,
+    streams: RandomStreams | None = None,
+    extra: dict[str, Any] | None = None,
+) -> None:
+    """Put the tensors of `collect_state` back. The hyperparameters of the optimizer stay those of the config.
+
+    extra: of model_state.collect_extra. Moments are written into those that are there: they keep the strides of their
+    parameter, on which a fused optimizer relies.
+    """
     optimizer = _local(optimizer)
-    groups = get_state_dict(model, optimizer)[1]["param_groups"]
-    optimizer_state = {"state": tensors["optimizer"], "param_groups": groups}
-    set_state_dict(model, optimizer, model_state_dict=tensors["model"], optim_state_dict=optimizer_state)
-    for name, state in tensors["random"].items():
-        of_cpu = name.startswith("cpu")
-        setter = torch.set_rng_state if of_cpu else torch.get_device_module(_accelerator()).set_rng_state
-        setter(state)
+    make_moments(optimizer)
+    restore_weights(model, tensors["model"], extra or {})
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state[parameter].items() if parameter in optimizer.state else ():
+            value.copy_(tensors["optimizer"][name][key])
+    (streams or RandomStreams()).restore(tensors["random"])
 
 
-def _accelerator() -> torch.device | None:
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+@torch.no_grad()
+def make_moments(optimizer: Optimizer) -> None:
+    """Let an optimizer that has made no step have its moments: zero, and a count of no steps.
+
+    The optimizer makes them itself, in a step whose learning rate is zero.
+    """
+    if optimizer.state:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.zero_()
 
 
 def _local(optimizer: Optimizer) -> Optimizer:
     """The optimizer that holds this rank's moments: the one inside a ZeroRedundancyOptimizer, else itself."""
     return getattr(optimizer, "optim", optimizer)
-
-
-def _contiguous(tensors: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors themselves, copies only of those in another memory format (channels last)."""
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
 def _from_the_start(tensor: Tensor) -> Tensor:
@@ -146,7 +173,7 @@ class CheckpointFolder:
         if VERSION < (2, 13):  # there a stager is spent after one use
             self._stager = _new_stager()
         copies = self._stager.stage(tree_map(_from_the_start, tensors))
-        device = torch.accelerator.current_device_index() if _accelerator() else None
+        device = torch.accelerator.current_device_index() if accelerator() else None
         self._thread = threading.Thread(target=self._write, args=(copies, marker, final, device), daemon=True)
         self._thread.start()
         atexit.register(self._thread.join, EXIT_SECONDS)
@@ -217,8 +244,17 @@ class CheckpointFolder:
         stored = reader.read_metadata().state_dict_metadata
         # The random state of a rank or device that the run did not have before is not there.
         tensors["random"] = {name: t for name, t in tensors["random"].items() if f"random.{name}" in stored}
-        dcp.load(tensors, storage_reader=reader, process_group=self._group)
+        try:
+            dcp.load(tensors, storage_reader=reader, process_group=self._group)
+        except CheckpointException as error:
+            cause = error.failures[min(error.failures)][0]
+            raise UsageError(f"{folder}: does not hold the state of this run: {first_line(cause)}") from None
         return marker
+
+    def rehearse(self, tensors: State) -> None:
+        """Try out a checkpoint of these tensors, on all ranks together; raises UsageError as rehearsal.rehearse."""
+        self._connect()
+        rehearse(tensors, self._group)
 
     def folders(self) -> list[Path]:
         """Checkpoint folders, newest first, damaged ones included. Raises OSError."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import SavePlan, SavePlanner, StorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
@@ -60,21 +60,11 @@ class ShardWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors. Raises ValueError for two shards of one tensor, and for anything else."""
-        tensors, offsets = {}, {}
-        for item in plan.items:
-            name, stored, tensor = item.index.fqn, item.tensor_data, planner.resolve_data(item)
-            if stored is None or not isinstance(tensor, Tensor):
-                raise ValueError(f"{name}: is no tensor, and nothing else can be written")
-            shard = stored.chunk
-            if 0 in shard.sizes and 0 not in stored.size:
-                continue  # this rank is left without a row
-            if name in tensors:
-                raise ValueError(f"{name}: one rank holds two shards of it")
-            tensors[name] = tensor.detach().contiguous()
-            offsets[name] = {"saved_offsets": list(shard.offsets)}
+        tensors, offsets = shards_of(plan, planner)
         path, results = self.folder / plan.storage_data, []
         if tensors:
-            write_safetensors(path, tensors, {"DCP_SHARDING_INFO": json.dumps(offsets), "format": "pt"})
+            contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            write_shards(path, contiguous, offsets)
             written = describe(path)
             results.append(WriteResult(MetadataIndex(path.name), written["bytes"], written))
         done: Future[list[WriteResult]] = Future()
@@ -93,6 +83,35 @@ class ShardWriter(StorageWriter):
     def validate_checkpoint_id(cls, _checkpoint_id: Any) -> bool:
         """Any will do: the folder is given to the constructor."""
         return True
+
+
+def shards_of(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+    """{name: shard} of all that a rank writes, and {name: where it begins in the whole tensor}.
+
+    Raises ValueError for two shards of one tensor, and for what no file can hold.
+    """
+    tensors, offsets = {}, {}
+    for item in plan.items:
+        name, stored, tensor = item.index.fqn, item.tensor_data, planner.resolve_data(item)
+        if stored is None or not isinstance(tensor, Tensor):
+            raise ValueError(f"{name}: is no tensor, and nothing else can be written")
+        if type(tensor) not in (Tensor, nn.Parameter):
+            raise ValueError(f"{name}: is a {type(tensor).__name__}, and only plain tensors can be written")
+        shard = stored.chunk
+        is_without_a_row = 0 in shard.sizes and 0 not in stored.size
+        if is_without_a_row:
+            continue
+        if name in tensors:
+            raise ValueError(f"{name}: one rank holds two shards of it")
+        tensors[name] = tensor.detach()
+        offsets[name] = list(shard.offsets)
+    return tensors, offsets
+
+
+def write_shards(path: Path, tensors: dict[str, Tensor], offsets: dict[str, list[int]]) -> None:
+    """Write shards, contiguous tensors on the CPU, and where they begin. Raises OSError where the disk refuses."""
+    places = {name: {"saved_offsets": offset} for name, offset in offsets.items()}
+    write_safetensors(path, tensors, {"DCP_SHARDING_INFO": json.dumps(places), "format": "pt"})
 
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

@@ -70,6 +70,12 @@ def match_weights(config: Config) -> Weights:
         if name not in known:
             continue
         shape = wanted[name].shape
+        other = found.whole.get(known[name])
+        if other is not None and not torch.equal(other, value):
+            raise UsageError(
+                f"{path}: '{known[name]}' and '{name}' are one weight of model {config.model}, but differ in this "
+                "file: leave one of them out by --init_map"
+            )
         if value.shape == shape:
             found.whole[known[name]] = value
         elif value.dim() == len(shape) > 3 and (value.shape[0], value.shape[2:]) == (shape[0], shape[2:]):

@@ -23,11 +23,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from distributed.protocol import points_kept_together
 from distributed.split import Split
-from distributed.weight_shards import fill_weights, keep_ties
+from distributed.ties import keep_ties
+from distributed.weight_shards import fill_weights
 from networks import MODELS
 from networks.vit import PerAxis
 from utils.config import nearest
 from utils.errors import UsageError, first_line
+from utils.host_random import HostRandom
 from utils.schema import Config
 
 Build = Callable[[], nn.Module]
@@ -106,7 +108,8 @@ def _builder(config):
 
     def build() -> nn.Module:
         try:
-            model = Model(**arguments)
+            with HostRandom(config.seed):  # torch's generators are those of whoever builds
+                model = Model(**arguments)
         except Exception as error:
             raise UsageError(f"{config.config}: {_in_one_line(error)}") from error
         if not isinstance(model, nn.Module):

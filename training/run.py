@@ -20,6 +20,7 @@ from distributed.weight_shards import global_view, take_parts
 from training.checkpoint import CheckpointFolder, State, collect_state, restore_state
 from training.foreign_weights import is_foreign, load_foreign_weights, match_weights
 from training.loggers import KINDS, Loggers, MetricsFile, TensorBoard, check_tracker
+from training.model_state import check_unchanged, collect_extra, collect_weights, described, later_names
 from training.profiling import build_profiler, span
 from training.results import print_result, rmse_charts, write_validation
 from training.run_folder import RunFolder
@@ -71,6 +72,8 @@ class Run:
         self.best_val_loss: float | None = None
         self.validation_due = False  # one has begun and not ended
         self.resumed = False  # and no step has been made since
+        self.began = 0  # the first iteration of this process
+        self.described: dict[str, str] = {}  # the model's state before it
         self.saved: int | None = None  # iteration of the newest checkpoint
         self.result: dict[str, Any] = {}  # of the last validation
         self.stop_request = StopRequest()  # of this process
@@ -164,6 +167,9 @@ class Run:
         """Count the step, and log, validate and save where it is due. loss: a scalar on the device, not read yet."""
         self.current_step.close()
         self.telemetry.add(loss)
+        if self.iteration == self.began:
+            now = described(collect_weights(self.model))
+            comm.agree(partial(check_unchanged, self.described, now))
         self.iteration += 1
         self.bar.update()
         self._between_steps()
@@ -272,7 +278,7 @@ class Run:
     def _validate(self) -> None:
         """Score the model."""
         started = time.perf_counter()
-        with span("validation"), self.step.autocast(), self.step.best_weights():
+        with span("validation"), self.step.autocast(), self.step.best_weights(), self.step.streams.host:
             self.result = self.validator.run(self.step.parallel, self.watchdog.beat)
         val_loss = self.result["val_loss"]
         if not math.isfinite(val_loss):
@@ -293,7 +299,10 @@ class Run:
         state = {name: getattr(self, name) for name in RESUMED} | {"scaler": self.step.scaler.state_dict()}
         state["data"] = self.step.task.data_record()
         self.step.parallel.share_buffers()
-        tensors = global_view(self._tensors(), self.step.parallel.split)
+        own = self._tensors()
+        check_unchanged(self.described, described(own["model"]))
+        state |= self._named_state()
+        tensors = global_view(own, self.step.parallel.split)
         wait = self.stopping or self.iteration == self.config.num_iters
         with reported_as_usage_error(OSError, f"iteration {self.iteration}: a checkpoint could not be written"):
             folder = self.checkpoints.save(self.iteration, tensors, state, val_loss, wait)
@@ -302,7 +311,15 @@ class Run:
 
     def _tensors(self) -> State:
         average = {"ema": self.step.average.weights} if self.step.average else {}
-        return collect_state(self.model, self.optimizer) | average
+        return collect_state(self.model, self.optimizer, self.step.streams) | average
+
+    def _named_state(self) -> dict[str, Any]:
+        """Extra states and further names of weights, of all ranks: each stage of a pipeline has its own."""
+        found: dict[str, Any] = {"extra": {}, "tied": {}}
+        for extra, tied in reversed(comm.gather((collect_extra(self.model), later_names(self.model)))):
+            found["extra"] |= extra
+            found["tied"] |= tied
+        return found
 
     def _start_from(self, path: str) -> None:
         """Take the weights of a checkpoint, and nothing else of it, or those of another program's file."""
@@ -321,7 +338,10 @@ class Run:
 
     def _resume(self) -> None:
         tensors = self._tensors()
+        self.described = described(tensors["model"])
         view = global_view(tensors, self.step.parallel.split)
+        comm.agree(partial(collect_extra, self.model))
+        self.checkpoints.rehearse(view)
         marker = self.checkpoints.load_newest(view)
         if marker is None:
             if self.config.init_from:
@@ -330,11 +350,12 @@ class Run:
             log.info("Starting training of %d iterations on %s", self.config.num_iters, self._where())
             return
         take_parts(tensors, view, self.step.parallel.split)
-        restore_state(tensors | {"random": view["random"]}, self.model, self.optimizer)
-        self.resumed = True
         state = marker["trainer"]
+        tensors |= {"random": view["random"]}
+        restore_state(tensors, self.model, self.optimizer, self.step.streams, state.get("extra"))
+        self.resumed = True
         self.step.task.check_data_record(state.get("data", {}), self.checkpoints.path)
-        self.iteration = self.saved = marker["iteration"]
+        self.iteration = self.saved = self.began = marker["iteration"]
         for name in RESUMED:
             setattr(self, name, state.get(name, getattr(self, name)))  # an older checkpoint lacks the newest
         self.step.scaler.load_state_dict(state["scaler"])
@@ -344,6 +365,11 @@ class Run:
     def _log_notes(self) -> None:
         for note in self.step.task.notes:
             log.info(note)
+        if self.config.amp_mode == "fp16" and comm.get_size("dp_image") > 1:
+            log.info(
+                "amp_mode fp16: each rank sums its part of a gradient, so a step may overflow, and be skipped, that "
+                "does not on one device, or the reverse"
+            )
 
     def _log_memory(self) -> None:
         """Log the memory before anything is computed (the scaffolding of a run), and after the first forward pass."""

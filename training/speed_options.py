@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from distributed.parallel_model import transform_forward
 from training.cuda_graphs import check_capture
 from training.float8 import use_float8
+from training.recomputation import checkpointed
 from utils import comm
 from utils.errors import UsageError, first_line
 from utils.schema import Config
@@ -43,12 +44,14 @@ def apply_speed_options(config: Config, device: torch.device, model: nn.Module) 
     if config.amp_mode == "fp8":
         use_float8(blocks_of(model, "amp_mode fp8"), device)
     if config.activation_checkpointing == "step":
-        model.forward = checkpointed(model.forward, preserve_rng_state=not config.enable_cuda_graphs)
+        is_inside = config.enable_jit and comm.world_size() == 1  # of a compiled function
+        module = None if is_inside else model
+        model.forward = checkpointed(model.forward, module, preserve_rng_state=not config.enable_cuda_graphs)
     elif config.activation_checkpointing != "none":
         every = config.checkpointing_interval
         blocks = blocks_of(model, "activation_checkpointing")[every - 1 :: every]
         selective, generators = config.activation_checkpointing == "selective", not config.enable_cuda_graphs
-        checkpoint_activations(blocks, selective, generators)
+        checkpoint_activations(blocks, selective, generators, config.enable_jit)
     if config.enable_jit:
         if comm.get_size("domain") > 1 and VERSION < (2, 13):
             raise UsageError(
@@ -84,21 +87,19 @@ def blocks_of(model: nn.Module, option: str) -> list[nn.Module]:
     return list(blocks)
 
 
-def checkpoint_activations(blocks: Iterable[nn.Module], selective: bool = False, generators: bool = True) -> None:
+def checkpoint_activations(
+    blocks: Iterable[nn.Module], selective: bool = False, generators: bool = True, compiles: bool = False
+) -> None:
     """Keep only the input of each block for the backward pass, which computes the block a second time.
 
     selective: also keep the results of matrix products and attention, so that only cheap operations are repeated.
-    generators: reset random generators to compute dropout a second time, which a CUDA graph cannot.
+    generators: reset random generators to compute dropout a second time, which a CUDA graph cannot. compiles: the
+    blocks are compiled afterwards.
     Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174); Korthikanti et al. 2022,
     "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198).
     """
-    options: dict[str, Any] = {"preserve_rng_state": generators}
-    if selective:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, EXPENSIVE)
+    inner = partial(create_selective_checkpoint_contexts, EXPENSIVE) if selective else None
     for block in blocks:
-        transform_forward(block, partial(checkpointed, **options))
-
-
-def checkpointed(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """A function that keeps only its arguments for the backward pass, where it is called a second time."""
-    return partial(checkpoint, forward, use_reentrant=False, **options)
+        module = None if compiles else block
+        recomputed = partial(checkpointed, module=module, inner=inner, preserve_rng_state=generators)
+        transform_forward(block, recomputed)

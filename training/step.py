@@ -1,23 +1,24 @@
 """One optimizer step."""
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
 from distributed.parallel_model import ParallelModel, transform_forward
 from training.averaged_weights import AveragedWeights
 from training.cuda_graphs import CapturedStep
+from training.loss_scaler import OwnScaler, SharedScaler
 from training.optimizer import learning_rate, set_learning_rate
 from training.profiling import span
+from training.random_streams import RandomStreams
+from training.recomputation import copied_buffers, with_buffers
 from training.tasks import Task
 from utils import comm
 from utils.device import to_device
+from utils.host_random import drawn_again
 from utils.schema import Config
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # of what fp8 leaves
@@ -41,12 +42,12 @@ class TrainingStep:
         self.config, self.device, self.parallel, self.optimizer = config, device, parallel, optimizer
         self.task = task
         self.model_parallel = bool(parallel.split.dims or parallel.split.specs or parallel.pipeline)
-        # Ranks with different parameters must agree whether a step has overflowed.
-        # The group is named: the default is the one that was there when torch's module was first imported.
-        Scaler = partial(SharedScaler, process_group=dist.group.WORLD)
-        self.scaler = (Scaler if self.model_parallel else torch.amp.GradScaler)(
-            device.type, enabled=config.amp_mode == "fp16"
-        )
+        scales = config.amp_mode == "fp16"
+        averaged_over = comm.get_size("dp_image")
+        if self.model_parallel:  # ranks with different parameters must agree whether a step has overflowed
+            self.scaler: OwnScaler | SharedScaler = SharedScaler(device.type, scales, averaged_over)
+        else:
+            self.scaler = OwnScaler(device.type, scales, averaged_over)
         self.scaler.scale(torch.zeros((), device=device))  # its state exists from here on, also where no loss is made
         for stage in parallel.split.stages:  # the pipeline calls them, forward and backward in turns
             transform_forward(stage, self.autocast())
@@ -54,16 +55,17 @@ class TrainingStep:
         self.measures_norm = False  # whether the next steps say how large the gradient is
         self.square: Tensor | None = None  # this rank's share of its square, where the last step did
         self.captured: dict[torch.Size, CapturedStep] = {}  # by the target's shape: one for each length of a rollout
-        torch.manual_seed(config.seed + comm.dropout_stream(config.sequence_parallel))
+        self.streams = RandomStreams(config.seed, config.sequence_parallel)
 
     def __call__(self, iteration: int, x: Tensor, y: Tensor) -> Tensor:
         """One step, of an iteration from 0, on this rank's part of the batch; returns the loss."""
         set_learning_rate(self.optimizer, learning_rate(self.config, iteration))
-        if self.config.enable_cuda_graphs:
-            captured = self.captured.setdefault(y.shape, CapturedStep(self.parallel.replicated))
-            loss = captured(self.eager, x, y)
-        else:
-            loss = self.eager(x, y)
+        with self.streams.host:
+            if self.config.enable_cuda_graphs:
+                captured = self.captured.setdefault(y.shape, CapturedStep(self.parallel.replicated))
+                loss = captured(self.eager, x, y)
+            else:
+                loss = self.eager(x, y)
         loss, self.square = loss.unbind() if loss.dim() else (loss, None)
         if self.average:
             self.average.update(iteration)
@@ -132,20 +134,14 @@ class TrainingStep:
         Without it that step would add up the gradients of several ranks in another order than an uninterrupted run.
         """
         if self.parallel.replicated and not self.parallel.pipeline:
-            buffers = list(self.parallel.model.buffers())  # a forward pass may change them
-            before = [buffer.clone() for buffer in buffers]
+            first_x, first_y = (batch.chunk(self.config.gradient_accumulation)[0] for batch in (x, y))
             devices = [self.device] if self.device.type != "cpu" else []
-            with torch.random.fork_rng(devices, device_type=self.device.type), self.autocast():
-                for _ in range(2):  # it looks at the order in one pass, and rearranges them for the next
-                    parts = (batch.chunk(self.config.gradient_accumulation)[0] for batch in (x, y))
-                    self.task.predict(self.parallel, *parts).sum().backward()
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
+            for _ in range(2):  # it looks at the order in one pass, and rearranges them for the next
+                with (
+                    torch.random.fork_rng(devices, device_type=self.device.type),
+                    drawn_again(self.streams.host.states()),
+                    with_buffers(copied_buffers(self.parallel.model)),
+                    self.autocast(),
+                ):
+                    self.task.predict(self.parallel, first_x, first_y).sum().backward()
             self.optimizer.zero_grad(set_to_none=True)
-
-
-class SharedScaler(ShardedGradScaler):
-    """A GradScaler whose ranks agree whether a step has overflowed, also for fused optimizers: they want a scalar."""
-
-    def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16=True):
-        return super()._unscale_grads_(optimizer, inv_scale, found_inf.squeeze(), allow_fp16)

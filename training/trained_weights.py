@@ -6,13 +6,13 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from distributed.parallel_model import ParallelModel
 from distributed.weight_shards import global_view, take_parts
 from training.checkpoint import CheckpointFolder, first_whole
-from training.checkpoint_files import MARKER, CheckpointError, Marker, config_of, read_losses, verify
+from training.checkpoint_files import MARKER, CheckpointError, Marker, config_of, read_losses, read_marker, verify
 from training.foreign_weights import is_foreign, match_weights
+from training.model_state import collect_weights, restore_weights
 from utils import comm
 from utils.config import differing_keys
 from utils.errors import UsageError, first_line
@@ -82,9 +82,8 @@ def load_weights_into(parallel: ParallelModel, folder: Path) -> None:
     checkpoint holds another model.
     """
     model = parallel.model
-    state: dict[str, Any] = get_model_state_dict(model)
-    weights = {name: tensor.contiguous() for name, tensor in state.items()}
-    tensors = {"model": weights, "optimizer": {name: {} for name in weights}}
+    weights = collect_weights(model)
+    tensors: dict[str, Any] = {"model": weights, "optimizer": {name: {} for name in weights}}
     view = global_view(tensors, parallel.split)
     stored = stored_tensors(folder)
     averaged = {name for name in weights if f"ema.{name}" in stored}
@@ -99,4 +98,5 @@ def load_weights_into(parallel: ParallelModel, folder: Path) -> None:
         why = f"{first_line(cause)} (was it trained by another version of the code?)"
         raise UsageError(f"{folder}: does not hold the weights of this model: {why}") from None
     take_parts(tensors, view, parallel.split)
-    set_model_state_dict(model, weights)
+    extra = read_marker(folder)["trainer"].get("extra", {})
+    restore_weights(model, weights, extra)

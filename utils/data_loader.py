@@ -36,7 +36,8 @@ class BatchLoader:
     one after the other. Forcings of k steps follow the input's channels.
     A batch is valid until the next one is requested: its memory is used again.
     statistics: of the dataset's channels. batch_size: samples of this rank; the ranks' batches side by side are the
-    batch of a single process. num_workers: threads or processes that read ahead. forcings: further inputs, None for
+    batch of a single process, and with several micro_batches (of a training step) their i-th ones side by side are its
+    i-th one. num_workers: threads or processes that read ahead. forcings: further inputs, None for
     none. stages: the steps of a forecast, see sample_order.Order. frames: of the input.
     Subclasses implement `_batches`.
     """
@@ -51,6 +52,7 @@ class BatchLoader:
     forcings: ForcingChannels | None = None
     stages: Sequence[tuple[int, int]] = ((0, 1),)
     frames: int = 1
+    micro_batches: int = 1
     voters: dist.ProcessGroup | None = field(default=None, init=False)  # all ranks, where they read what can be lost
 
     @property
@@ -90,7 +92,7 @@ class BatchLoader:
     def order(self, seed: int | None = None) -> Order:
         """Samples that this rank reads in each iteration of training, or of validation if there is no seed."""
         rank, ranks = comm.get_rank("dp"), comm.get_size("dp")
-        return Order(self.num_samples, self.batch_size, rank, ranks, seed, self.stages, self.frames)
+        return Order(self.num_samples, self.batch_size, rank, ranks, seed, self.stages, self.frames, self.micro_batches)
 
     def _paced(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches, with the host at most AHEAD of the device: each batch takes memory there."""

@@ -23,12 +23,22 @@ def training_indices(num_samples: int, batch_size: int, seed: int, iteration: in
     return np.array([epoch_order(num_samples, seed, p // num_samples)[p % num_samples] for p in positions])
 
 
+def own_positions(count: int, rank: int, ranks: int, micro_batches: int = 1) -> np.ndarray:
+    """Places in a batch of `count` samples of those that a rank has, micro-batch after micro-batch: (count / ranks,).
+
+    Each micro-batch is shared out by itself. So the i-th micro-batches of all ranks are together the i-th of one
+    device, and whatever normalizes over a micro-batch sees the same samples.
+    """
+    places = np.arange(count).reshape(micro_batches, ranks, -1)
+    return places[:, rank].reshape(-1)
+
+
 class Order(NamedTuple):
     """Samples of a rank in each iteration: its equal part of the samples of all ranks.
 
     batch_size: of this rank. seed: of training; None for validation, which takes the samples in their order, and fills
     up the last batch from the start. stages: the steps of a forecast, as (first iteration, steps), from 0 on. inputs:
-    frames of the input.
+    frames of the input. micro_batches: of a training step.
     """
 
     num_samples: int
@@ -38,13 +48,15 @@ class Order(NamedTuple):
     seed: int | None = None
     stages: Sequence[tuple[int, int]] = ((0, 1),)
     inputs: int = 1
+    micro_batches: int = 1
 
     def samples(self, iteration: int) -> np.ndarray:
         """The numbers of the samples of an iteration, (batch_size,)."""
         whole, first = self.batch_size * self.ranks, self.batch_size * self.rank
         if self.seed is None:
             return np.arange(iteration * whole + first, iteration * whole + first + self.batch_size) % self.num_samples
-        return training_indices(self.num_samples, whole, self.seed, iteration)[first : first + self.batch_size]
+        batch = training_indices(self.num_samples, whole, self.seed, iteration)
+        return batch[own_positions(whole, self.rank, self.ranks, self.micro_batches)]
 
     def steps(self, iteration: int) -> int:
         """The steps of the forecasts of an iteration; in validation the most of all stages."""

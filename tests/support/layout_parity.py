@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from distributed.collectives import shard
+from distributed.parallel_model import make_buffers_whole
 from distributed.shard_tensor import wrap
 from distributed.weight_shards import global_view, take_parts
 from tests.support.compilation import GENERATED, compile_by
@@ -18,6 +19,7 @@ from tools.instruments.team import Case
 from tools.layout_check import check
 from training.assembly import build_step
 from training.checkpoint import CheckpointFolder, collect_state, restore_state
+from training.model_state import collect_extra, later_names
 from training.tasks import build_task, task_of
 from utils import comm
 from utils.config import yaml
@@ -94,16 +96,21 @@ def train_from(config, folder, start, stop):
     Returns the losses of these steps.
     """
     step = build(config)
-    checkpoints, split = CheckpointFolder(folder, keep=9), step.parallel.split
+    model, optimizer, split = step.parallel.model, step.optimizer, step.parallel.split
+    checkpoints = CheckpointFolder(folder, keep=9)
     if start:
-        tensors = collect_state(step.parallel.model, step.optimizer)
+        tensors = collect_state(model, optimizer, step.streams)
         view = global_view(tensors, split)
-        assert checkpoints.load_newest(view)["iteration"] == start
+        marker = checkpoints.load_newest(view)
+        assert marker["iteration"] == start
         take_parts(tensors, view, split)
-        restore_state(tensors | {"random": {}}, step.parallel.model, step.optimizer)
+        tensors |= {"random": view["random"]}
+        restore_state(tensors, model, optimizer, step.streams, marker["trainer"]["extra"])
+        del tensors, view  # a buffer that others see cannot become a part of a split one
     losses = train_steps(step, config, start, stop)
-    tensors = global_view(collect_state(step.parallel.model, step.optimizer), split)
-    checkpoints.save(stop, tensors, {}, wait=True)
+    step.parallel.share_buffers()
+    tensors = global_view(collect_state(model, optimizer, step.streams), split)
+    checkpoints.save(stop, tensors, {"extra": collect_extra(model), "tied": later_names(model)}, wait=True)
     return losses
 
 
@@ -198,6 +205,7 @@ def train_in_double(config, steps=10):
     try:
         step = build(config)
         losses = train_steps(step, config, 0, steps)
+        make_buffers_whole(step.parallel.model)
         state = global_view(collect_state(step.parallel.model, step.optimizer), step.parallel.split)["model"]
         whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
         return losses, {name: t.detach().clone() for name, t in whole.items()}

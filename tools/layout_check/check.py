@@ -39,6 +39,7 @@ from tools.tables import format_table
 from utils import comm
 from utils.errors import ArgumentParser
 from utils.files import write_json
+from utils.sample_order import own_positions
 from utils.schema import Config
 
 LAYOUTS = ("dp2", "dp2,data_parallel=fsdp", "domain2")
@@ -99,7 +100,7 @@ def compare(rank: Process, case: Case, file: Path, dtype: str, read_data: bool =
     (found, _, _), tolerance = in_dtype(rank, case, dtype, read_data), TOLERANCES[dtype]
     serial = torch.load(file, mmap=True, weights_only=True)
     wholes: dict[Key, Tensor] = serial["parts"]
-    errors, wanted = errors_of(found, wholes)
+    errors, wanted = errors_of(found, wholes, case.config.gradient_accumulation)
     seen = comm.gather(errors)
     ordered = sorted(wholes, key=lambda key: STAGES.index(key[0]))  # stable: in a stage as it was recorded
     compared = set().union(*seen)
@@ -125,7 +126,9 @@ def compare(rank: Process, case: Case, file: Path, dtype: str, read_data: bool =
     return result
 
 
-def errors_of(found: Record, wholes: dict[Key, Tensor]) -> tuple[dict[Key, float], dict[Key, Tensor]]:
+def errors_of(
+    found: Record, wholes: dict[Key, Tensor], micro_batches: int = 1
+) -> tuple[dict[Key, float], dict[Key, Tensor]]:
     """Of all that can be compared on this rank: its relative error, and what one device has in its place.
 
     All ranks call it together. wholes: the tensors of one device.
@@ -134,10 +137,10 @@ def errors_of(found: Record, wholes: dict[Key, Tensor]) -> tuple[dict[Key, float
     errors: dict[Key, float] = {}
     wanted: dict[Key, Tensor] = {}
     for key, part in found.items():
-        expected = expected_part(key, part, wholes[key], shapes) if key in wholes else None
+        expected = expected_part(key, part, wholes[key], shapes, micro_batches) if key in wholes else None
         if expected is not None:
             wanted[key] = expected.to(part.value.device)
-            errors[key] = relative_error(key, part, wanted[key], wholes, shapes)
+            errors[key] = relative_error(key, part, wanted[key], wholes, shapes, micro_batches)
     return errors, wanted
 
 
@@ -146,7 +149,7 @@ def coordinates() -> dict[str, int]:
     return {name: comm.get_rank(name) for name in ("dp", "pp", "cp", "tp", "domain_lat", "domain_lon")}
 
 
-def expected_part(key: Key, part: Part, whole: Tensor, shapes: list) -> Tensor | None:
+def expected_part(key: Key, part: Part, whole: Tensor, shapes: list, micro_batches: int) -> Tensor | None:
     """The tensor that one device has in the place of a rank's part; None where that place is not known.
 
     A part of a dimension is found by the ranks whose parts make up its length. shapes: of the parts of all ranks.
@@ -163,6 +166,9 @@ def expected_part(key: Key, part: Part, whole: Tensor, shapes: list) -> Tensor |
             ]
             if sum(length for _, length in along) == whole.shape[dim]:
                 own = [here[name] for name in names]
+                if names == ("dp",):
+                    whole = whole[own_positions(len(whole), here["dp"], comm.get_size("dp"), micro_batches)]
+                    break
                 whole = whole.narrow(dim, sum(length for place, length in along if place < own), size)
                 break
     if whole.shape != part.shape:
@@ -181,14 +187,16 @@ def splits_of(stage: str, dim: int, dims: int) -> list[tuple[str, ...]]:
     return [("tp",)] if dim == dims - 1 else [("cp",), ("tp",), ("cp", "tp")]  # tokens, (B, N, D), or (B, D)
 
 
-def relative_error(key: Key, part: Part, wanted: Tensor, wholes: dict[Key, Tensor], shapes: list) -> float:
+def relative_error(
+    key: Key, part: Part, wanted: Tensor, wholes: dict[Key, Tensor], shapes: list, micro_batches: int
+) -> float:
     """The largest difference, relative to the largest number of the whole tensor.
 
     Of weights after steps, those count whose gradient is more than rounding: Adam divides a gradient by its size.
     """
     apart, gradient = (part.value - wanted).abs(), wholes.get((GRADIENT, key[1]))
     if key[0] in UPDATES and gradient is not None:
-        size = expected_part(key, part, gradient.abs(), shapes)
+        size = expected_part(key, part, gradient.abs(), shapes, micro_batches)
         assert size is not None
         apart = apart[(size > torch.finfo(size.dtype).eps ** 0.5 * gradient.abs().max()).to(apart.device)]
     if not apart.numel():

@@ -18,6 +18,7 @@ from training.assembly import build_step
 from training.step import TrainingStep
 from utils import comm
 from utils.device import library
+from utils.sample_order import own_positions
 from utils.schema import Config
 
 STEPS = 3
@@ -103,7 +104,8 @@ def read_batches(step: TrainingStep) -> Iterable[tuple[Tensor, ...]]:
 def own_part(whole: Tensor, step: TrainingStep) -> Tensor:
     """This rank's part of a global batch, (B, ...): its samples, and its part of images."""
     window = step.task.own_window()
-    whole = whole.chunk(comm.get_size("dp"))[comm.get_rank("dp")]
+    micro_batches = step.config.gradient_accumulation
+    whole = whole[own_positions(len(whole), comm.get_rank("dp"), comm.get_size("dp"), micro_batches)]
     image = whole.dim() == 2 + len(window)
     return (whole[(slice(None), slice(None), *window)] if image else whole).to(step.device).clone()
 

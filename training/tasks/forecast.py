@@ -86,7 +86,8 @@ class Trained(Task):
         forcings = Forcings(config.forcings, train, device) if config.forcings else None
         statistics = statistics_of(config, train.description.names)
         shared = statistics, n_in, n_out, batch_size, device, config.num_data_workers, forcings
-        return [Loader(dataset, *shared, config.rollout_stages, config.input_frames) for dataset in (train, valid)]
+        steps = config.rollout_stages, config.input_frames, config.gradient_accumulation
+        return [Loader(dataset, *shared, *steps) for dataset in (train, valid)]
 
     def check_data(self, loaders: Sequence[BatchLoader]) -> None:
         """Look at frames, at the statistics beside them, and for a year that is in two of the folders."""

@@ -79,6 +79,7 @@ class WaveLoader(BatchLoader):
     ):
         self.task, self.count, self.seed = task, count, seed
         self.batch_size, self.device = batch_size, device
+        self.micro_batches = task.config.gradient_accumulation
         sides = zip(task.config.img_size, window, strict=True)
         self.axes = [(torch.arange(n)[part] / n).to(device) for n, part in sides]
 

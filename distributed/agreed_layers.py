@@ -1,0 +1,90 @@
+"""Sharded parameters need ranks that compute the same layers: here they make sure of it where layers may be drawn.
+
+Under zero2, fsdp and hsdp the data-parallel ranks gather the parameters of a layer together when it is called. Where a
+model skips layers by random numbers, each rank draws its own: one would gather the second layer while another gathers
+the third. Ranks would hang, or compute with each other's weights in silence.
+
+A model that draws on the host inside its forward function may draw layers. From its first draw on, the ranks compare
+which layer they call before they gather it: an all-reduce of two numbers for each layer, for which the host waits.
+Models that draw on a GPU alone, such as by dropout, do not pay.
+"""
+
+import ctypes
+import random
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.random.mtrand import get_bit_generator
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from utils.errors import UsageError
+
+END = "the end of the model"
+MERSENNE_BYTES = 4 * (624 + 1)  # the words of a Mersenne twister, and its place among them
+
+
+class LayerWatch:
+    """Compares, over the ranks of a group, the calls of a model's units. Made after fully_shard."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, device: torch.device, strategy: str):
+        self.group, self.device, self.strategy = group, device, strategy
+        self.found: Any = None  # states of the host's generators as the model was called; None outside of its call
+        self.has_drawn = False
+        modules = dict(model.named_modules())
+        units = [(name, module) for name, module in modules.items() if issubclass(type(module), FSDPModule)]
+        self.names = [name for name, _ in units] + [END]
+        # In front of fully_shard's own hooks, which gather.
+        for number, (name, unit) in enumerate(units):
+            if name:
+                unit.register_forward_pre_hook(partial(self._enter, number), prepend=True)
+        model.register_forward_pre_hook(self._start, prepend=True)
+        model.register_forward_hook(self._finish)
+
+    def _start(self, *_: Any) -> None:
+        self.found = host_generators()
+        self.has_drawn = False
+
+    def _enter(self, number: int, *_: Any) -> None:
+        is_first_call = self.found is not None  # not one that is computed again, in the backward pass
+        if is_first_call and not self.has_drawn:
+            self.has_drawn = host_generators() != self.found
+        if self.has_drawn:
+            self._compare(number)
+
+    def _finish(self, *_: Any) -> None:
+        if self.found is not None and host_generators() != self.found:
+            self.has_drawn = True
+        if self.has_drawn:
+            self._compare(len(self.names) - 1)
+        self.found = None
+
+    def _compare(self, number: int) -> None:
+        """Raise UsageError, on every rank and in the same words, where a rank is about to call another unit."""
+        if "fake" in dist.get_backend(self.group):  # the planner's ranks compute nothing
+            return
+        numbers = torch.tensor([number, -number], device=self.device)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group)
+        last, first = numbers.tolist()
+        if last != -first:
+            raise UsageError(
+                f"data_parallel {self.strategy}: ranks compute different layers: one has drawn '{self.names[-first]}' "
+                f"next, another '{self.names[last]}'. Layers that share out their parameters must be called by all "
+                "ranks: use --data_parallel ddp, or draw what does not depend on the rank"
+            )
+
+
+def host_generators() -> tuple[Any, ...]:
+    """The states of the generators of Python, numpy and torch on the host, to be compared."""
+    return random.getstate(), _state_of_numpy(), torch.get_rng_state().numpy().tobytes()
+
+
+def _state_of_numpy():
+    """The memory of numpy's generator: what its own `state` says of it takes as long as a small layer computes."""
+    generator = get_bit_generator()
+    if isinstance(generator, np.random.MT19937):
+        return ctypes.string_at(generator.ctypes.state_address, MERSENNE_BYTES)
+    return repr(generator.state)

@@ -1,0 +1,75 @@
+"""Loss scaling for float16: the same gradients overflow in every layout.
+
+A data-parallel rank computes the mean loss of its own samples, and a domain-parallel rank multiplies its loss by the
+number of ranks that share the image. The mean over these ranks is the gradient of one device, but before it is taken
+every number of the backward pass is as many times larger as there are ranks. A rank therefore scales its loss by the
+scale of one device divided by their number.
+
+What is summed over samples in float16, the gradient of a weight, is still a sum over fewer samples than on one device.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import Optimizer
+
+INITIAL_SCALE = 2.0**16  # torch's own
+
+
+class OwnScaler(torch.amp.GradScaler):
+    """A GradScaler of a rank whose gradients are averaged over `ranks`.
+
+    `get_scale` and checkpoints have the scale of one device.
+    """
+
+    def __init__(self, device: str, enabled: bool, ranks: int):
+        super().__init__(device, init_scale=INITIAL_SCALE / ranks, enabled=enabled)
+        self.ranks = ranks
+
+    def get_scale(self) -> float:
+        """The scale that one device has."""
+        return super().get_scale() * self.ranks
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from the state of any layout; empty where losses are not scaled."""
+        if state_dict:
+            super().load_state_dict(own_state(state_dict, self.ranks))
+
+
+class SharedScaler(ShardedGradScaler):
+    """A scaler of ranks that hold different parameters: they agree whether a step has overflowed."""
+
+    def __init__(self, device: str, enabled: bool, ranks: int):
+        # The group is named: the default is the one that was there when torch's module was first imported.
+        scale = INITIAL_SCALE / ranks
+        super().__init__(device, init_scale=scale, enabled=enabled, process_group=dist.group.WORLD)
+        self.ranks = ranks
+
+    def get_scale(self) -> float:
+        """The scale that one device has."""
+        return super().get_scale() * self.ranks
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from the state of any layout; empty where losses are not scaled."""
+        if state_dict:
+            super().load_state_dict(own_state(state_dict, self.ranks))
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the scale, and learn whether any rank has one that is not finite."""
+        super().unscale_(optimizer)
+        if not self.is_enabled():
+            return
+        per_device = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        for found in per_device.values():
+            found.clamp_(max=1)  # torch has summed over the ranks; a fused optimizer skips a step at exactly 1
+
+    def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16=True):
+        scalar = found_inf.squeeze()  # as fused optimizers want it
+        return super()._unscale_grads_(optimizer, inv_scale, scalar, allow_fp16)
+
+
+def own_state(state: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """The state of a rank's scaler, from that of one device."""
+    return state | {"scale": state["scale"] / ranks}
