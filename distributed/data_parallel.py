@@ -105,21 +105,26 @@ def is_sharded(options: DataParallelOptions) -> bool:
 
 
 def check_recomputation(
-    model: nn.Module, units: Sequence[nn.Module], usage: Usage, options: DataParallelOptions
+    model: nn.Module, modules: Iterable[nn.Module], usage: Usage, options: DataParallelOptions
 ) -> None:
-    """Raise LayoutError for a unit that a reentrant checkpoint runs, and that computes again before gradients do.
+    """Raise LayoutError for modules that a reentrant checkpoint runs several times before gradients are reduced.
 
-    torch reduces a unit's gradient for one of these calls, and loses that of the others.
+    fully_shard reduces a unit's gradient for one of these calls and loses that of the others, unless the first call, of
+    which the gradient comes last, was a plain one. DistributedDataParallel takes a second gradient for an error.
     """
     names = {module: name for name, module in model.named_modules()}
-    for unit in units:
-        name = names[unit]
-        is_repeated = usage.calls[name] > 1 or options.longest_rollout > 1
-        if name in usage.recomputed and is_repeated:
-            why = f"rollout_steps {options.longest_rollout}" if options.longest_rollout > 1 else "it is called again"
+    sharded = is_sharded(options)
+    for module in modules:
+        name = names[module]
+        concerns = usage.recomputed.get(name, False) if sharded else name in usage.recomputed
+        is_repeated = usage.calls.get(name, 0) > 1 or options.longest_rollout > 1
+        if concerns and is_repeated:
+            steps = options.longest_rollout
+            how = f"in {steps} steps of a forecast" if steps > 1 else "several times"
+            instead = "--wrap_policy none" if sharded else "--gradient_accumulation 1"
             raise LayoutError(
-                f"{options.data_parallel}: '{name}' runs in a reentrant checkpoint, and {why}: gradients would be "
-                "lost. Call torch.utils.checkpoint.checkpoint with use_reentrant=False, or give --wrap_policy none"
+                f"{options.data_parallel}: '{name}' runs in a reentrant checkpoint {how}, whose gradients cannot be "
+                "reduced: call torch.utils.checkpoint.checkpoint with use_reentrant=False, or give " + instead
             )
 
 
@@ -181,6 +186,9 @@ def data_parallel(
     replicated = is_reduced and bool(trained)  # DistributedDataParallel wants something to do
     notes = []
     if replicated:
+        if options.gradient_accumulation > 1:  # otherwise the first step tells what each one has
+            with_weights = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
+            check_recomputation(model, with_weights, usage, options)
         unused = why_unused(trained, usage, options, split)
         if unused:
             notes.append(

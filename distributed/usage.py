@@ -38,17 +38,20 @@ class Usage:
     """A forward pass of training. Modules and parameters have their first names in the model.
 
     calls: {module: how often it was called}, in the order of the first calls; a container that is walked over is not
-    among them. inside: {parameter: modules that were at work whenever it was used}; a weight that two modules share, or
-    that is read from outside its module, has those around all of its uses. reached: parameters that the output depends
-    on. recomputed: modules whose first call was in a reentrant checkpoint. unfit: {module: why it cannot be a unit of
-    fully_shard}. varies: why another pass may use other parameters, "" where nothing says so. flops: of the pass, in
-    matrix products and convolutions.
+    among them.
+    inside: {parameter: modules that were at work whenever it was used}; a weight that two modules share, or that is
+    read from outside its module, has those around all of its uses.
+    reached: parameters that the output depends on.
+    recomputed: {module that was called in a reentrant checkpoint: whether its first call was}.
+    unfit: {module: why it cannot be a unit of fully_shard}.
+    varies: why another pass may use other parameters, "" where nothing says so.
+    flops: of the pass, in matrix products and convolutions.
     """
 
     calls: dict[str, int] = field(default_factory=dict)
     inside: dict[str, frozenset[str]] = field(default_factory=dict)
     reached: set[str] = field(default_factory=set)
-    recomputed: set[str] = field(default_factory=set)
+    recomputed: dict[str, bool] = field(default_factory=dict)
     unfit: dict[str, str] = field(default_factory=dict)
     varies: str = ""
     flops: int = 0
@@ -135,8 +138,8 @@ class _Watch:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A module is called."""
         name, usage = self.names[module], self.usage
-        if self.checkpoints and name not in usage.calls:
-            usage.recomputed.add(name)
+        if self.checkpoints:
+            usage.recomputed.setdefault(name, name not in usage.calls)
         usage.calls[name] = usage.calls.get(name, 0) + 1
         self.at_work.append(name)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
