@@ -69,6 +69,12 @@ def fully_shard_model(
     """
     if not is_sharded(options):
         return set()
+    for parameter in model.parameters():
+        if not parameter.is_contiguous():  # a part of it is one piece of memory
+            parameter.data = parameter.data.contiguous()
+    shared = share_out(model, usage, options.wrap_policy, options.wrap_min_params, apart)
+    units = shared.units
+    check_recomputation(model, units, usage, options)
     hsdp = ("dp_replicate", "dp_shard" if comm.get_size("image") == 1 else "dp_shard_image")
     dtype = GATHER_DTYPES[options.gather_dtype]
     pins = library(device, "Stream") is not None  # copies from pinned memory go on beside computation
@@ -78,15 +84,10 @@ def fully_shard_model(
         "reshard_after_forward": options.data_parallel != "zero2",  # zero2 keeps a unit until its backward pass
         "offload_policy": offload,
     }
-    for parameter in model.parameters():
-        parameter.data = parameter.data.contiguous()  # a part of it is one piece of memory
-    shared = share_out(model, usage, options.wrap_policy, options.wrap_min_params, apart)
-    units = shared.units
-    check_recomputation(model, units, usage, options)
     wide = torch.get_default_dtype()  # float32, or float64
-    of_root = MixedPrecisionPolicy(dtype, reduce_dtype=wide, output_dtype=wide)
     of_unit = MixedPrecisionPolicy(dtype, reduce_dtype=wide)
-    # The root first: its weights may lie in modules that are units, and are not looked for there later.
+    of_root = MixedPrecisionPolicy(dtype, reduce_dtype=wide, output_dtype=wide)
+    # The root first: it may take weights that lie in units, where torch would not look for them later.
     for module in (model, *units):
         others = set(module.parameters()) - shared.weights[module]
         fully_shard(module, mp_policy=of_root if module is model else of_unit, ignored_params=others, **common)

@@ -62,13 +62,14 @@ def share_out(model: nn.Module, usage: Usage, policy: str, min_params: int, apar
         if is_whole:
             shared.whole.add(name)
             continue
-        used_in = usage.inside.get(name)  # None: by nobody
+        around = usage.inside.get(name)  # None: nobody uses it
         owner = model
         for unit in found:
-            prefix = f"{names[unit]}."
-            has_all = all(place.startswith(prefix) for place in (name, *others))
-            is_innermost = owner is model or prefix.startswith(names[owner])
-            if has_all and is_innermost and (used_in is None or names[unit] in used_in):
+            place = f"{names[unit]}."
+            holds_it = all(other.startswith(place) for other in (name, *others))
+            holds_uses = around is None or names[unit] in around
+            is_inner = owner is model or place.startswith(f"{names[owner]}.")
+            if holds_it and holds_uses and is_inner:
                 owner = unit
         shared.weights[owner].add(parameter)
     shared.units = [unit for unit in found if shared.weights[unit]]
