@@ -242,7 +242,9 @@ class Lazy(Base):
     """Layers that learn their shapes from the first image."""
 
     def build(self, width):
-        self.layers = nn.Sequential(nn.LazyConv2d(width, 3, padding=1), nn.LazyBatchNorm2d(), nn.LazyConv2d(width, 1))
+        self.layers = nn.Sequential(
+            nn.LazyConv2d(width, 3, padding=1, bias=False), nn.LazyBatchNorm2d(), nn.LazyConv2d(width, 1)
+        )
 
     def between(self, x):
         return self.layers(x)
