@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 import train
 from distributed.usage import watch
 from tests.support import usage_models
-from tests.support.layout_parity import build, check_in_double, train_steps
+from tests.support.layout_parity import build, check_chain, check_in_double, train_steps
 from tests.support.refusals import refusal
 from training.model import build_model, initial_weights
 from training.tasks import build_task
@@ -106,6 +106,23 @@ def test_other_layouts_follow_the_look_too(ranks, tiny_config, name, layout):
 def test_micro_batches_of_models_with_unused_weights(ranks, tiny_config, name, strategy):
     options = SIZES | {"model": model(name), "gradient_accumulation": 2}
     check_in_double(ranks, tiny_config, f"dp2,data_parallel={strategy}", options)
+
+
+def losses_of_steps(config):
+    return train_steps(build(config), config, 0, 4)
+
+
+def test_units_that_all_micro_batches_but_one_skip_train_as_copies_do(ranks, tiny_config):
+    """A micro-batch of a rank has other samples than one of one device: the layouts are compared with one another."""
+    options = SIZES | {"model": model("Turns"), "gradient_accumulation": 2}
+    copied, sharded = (ranks(2, losses_of_steps, tiny_config(**options, data_parallel=s))[0] for s in ("ddp", "fsdp"))
+    torch.testing.assert_close(sharded, copied, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", ["Scalar", "WalkedOver"])
+def test_a_checkpoint_of_such_a_model_goes_on_in_other_layouts(ranks, tiny_config, tmp_path, name):
+    layouts = ["dp2,data_parallel=fsdp", "serial", "dp2,data_parallel=zero2", "dp2"]
+    check_chain(ranks, tiny_config, layouts, SIZES | {"model": model(name)}, tmp_path)
 
 
 def test_lazy_modules_learn_their_shapes_before_they_are_split(ranks, tiny_config):
