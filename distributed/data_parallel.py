@@ -161,10 +161,7 @@ def data_parallel(
     whole model, seen before it was split. split: the result of model parallelism, applied before.
     """
     split = split or Split()
-    if options.data_parallel != "ddp" and comm.get_size("dp_image") > 1:
-        for name, parameter in model.named_parameters():
-            if parameter.is_complex():  # torch shares out tensors of one dtype alone
-                raise LayoutError(f"{options.data_parallel} cannot share out the complex weight '{name}': use ddp")
+    check_types(model, options)
     modules: Sequence[nn.Module] = split.stages or [model]
     if options.sync_batchnorm:
         from distributed.batch_norm import synchronize_batch_norm
@@ -203,6 +200,23 @@ def data_parallel(
 
         pipeline = Pipeline(modules, comm.get_group("pp"), split.schedule, options.gradient_accumulation, device)
     return ParallelModel(model, modules[0], split, replicated, pipeline, whole, notes)
+
+
+def check_types(model: nn.Module, options: DataParallelOptions) -> None:
+    """Raise LayoutError, naming a weight, where a strategy cannot share out weights of its type."""
+    if options.data_parallel == "ddp" or comm.get_size("dp_image") == 1:
+        return
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for name, parameter in trained:
+        if parameter.is_complex():
+            raise LayoutError(f"{options.data_parallel} cannot share out the complex weight '{name}': use ddp")
+        first, other = trained[0]
+        if options.data_parallel == "zero1" and parameter.dtype != other.dtype:
+            types = [str(each.dtype).removeprefix("torch.") for each in (other, parameter)]
+            raise LayoutError(
+                f"zero1 shares out weights of one type: '{first}' is in {types[0]}, '{name}' in {types[1]}: "
+                "use ddp or fsdp"
+            )
 
 
 def gather_once(model: nn.Module) -> None:

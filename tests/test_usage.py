@@ -75,7 +75,7 @@ def test_a_look_leaves_random_numbers_as_they_were(tiny_config):
 SIZES = {"img_size": [11, 14], "patch_size": 1, "clip_grad_norm": 0.1, "optimizer": "AdamW"}
 SHARDED = [
     "WalkedOver", "TiedAcross", "Listed", "Aside", "Scalar", "Strided", "Unused", "WritesInput", "WrittenView",
-    "ReturnsObject", "Recomputed", "RecomputedNew", "JoinsLater",
+    "ReturnsObject", "OtherTypes", "Recomputed", "RecomputedNew", "JoinsLater",
 ]  # fmt: skip
 
 
@@ -179,6 +179,7 @@ REFUSED = [
     ({"data_parallel": "fsdp", "model": "Recomputed", "rollout_steps": 2}, "'layers.0' .* in 2 steps .*wrap_policy"),
     ({"data_parallel": "zero2", "model": "RecomputedTwice"}, "'layers.0' .* several times, .*use_reentrant=False"),
     ({"gradient_accumulation": 2, "model": "RecomputedTwice"}, "ddp: 'layers.0.0' .*gradient_accumulation 1"),
+    ({"data_parallel": "zero1", "model": "OtherTypes"}, "in bfloat16: use ddp or fsdp"),
     ({"data_parallel": "fsdp", "model": "Scalar", "amp_mode": "fp16"}, "amp_mode fp16 cannot share out 'gate'"),
 ]  # fmt: skip
 

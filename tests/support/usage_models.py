@@ -318,3 +318,15 @@ class Smooths(Base):
 
     def between(self, x):
         return self.smooth(x)
+
+
+class OtherTypes(Base):
+    """Weights in types of their own."""
+
+    def build(self, width):
+        self.fine = nn.Parameter(torch.linspace(0.5, 1, width, dtype=torch.float32))
+        self.coarse = nn.Parameter(torch.linspace(0.5, 1, width, dtype=torch.bfloat16))
+
+    def between(self, x):
+        scale = self.fine + self.coarse
+        return x * scale.to(x.dtype)[:, None, None]
