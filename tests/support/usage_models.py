@@ -320,13 +320,11 @@ class Smooths(Base):
         return self.smooth(x)
 
 
-class OtherTypes(Base):
-    """Weights in types of their own."""
+class Wide(Base):
+    """A weight in a type of its own."""
 
     def build(self, width):
-        self.fine = nn.Parameter(torch.linspace(0.5, 1, width, dtype=torch.float32))
-        self.coarse = nn.Parameter(torch.linspace(0.5, 1, width, dtype=torch.bfloat16))
+        self.fine = nn.Parameter(torch.linspace(0.5, 1, width, dtype=torch.float64))
 
     def between(self, x):
-        scale = self.fine + self.coarse
-        return x * scale.to(x.dtype)[:, None, None]
+        return x * self.fine.to(x.dtype)[:, None, None]
