@@ -24,7 +24,8 @@ def main(argv: list[str] | None = None) -> int | None:
     model = build_model(config)  # names and shapes; parameters are allocated once each rank knows its share
     apply_speed_options(config, device, model)
     loaders = task.loaders(device)  # of this rank's part of the samples
-    parallel = data_parallel(model, config.options(DataParallelOptions), device, initial_weights(config))
+    options = config.options(DataParallelOptions)
+    parallel = data_parallel(model, options, device, initial_weights(config), task.usage)
     optimizer = build_optimizer(config, model, device)
     step = TrainingStep(config, device, parallel, optimizer, task)
 

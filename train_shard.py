@@ -26,7 +26,8 @@ def main(argv: list[str] | None = None) -> int | None:
     split = split_images(model, config.options(DomainOptions))
     apply_speed_options(config, device, model)
     loaders = task.loaders(device)  # of this rank's part of the samples
-    parallel = data_parallel(model, config.options(DataParallelOptions), device, initial_weights(config), split)
+    options = config.options(DataParallelOptions)
+    parallel = data_parallel(model, options, device, initial_weights(config), task.usage, split)
     optimizer = build_optimizer(config, model, device)
     step = TrainingStep(config, device, parallel, optimizer, task)
 

@@ -13,7 +13,8 @@ arXiv:2304.11277). Whatever the strategy, the update is that of one device with 
 """
 
 import contextlib
-from collections.abc import Collection, Iterable, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,27 +22,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.agreed_layers import LayerWatch
 from distributed.parallel_model import ParallelModel
+from distributed.sharded_units import GATHER_DTYPES, share_out
 from distributed.split import Split
 from distributed.ties import keep_ties
+from distributed.usage import Usage
 from distributed.weight_shards import fill_weights
 from utils import comm
 from utils.device import library, on_capture_stream
-from utils.errors import LayoutError
+from utils.errors import LayoutError, UsageError, first_line
 
-CONTAINERS = nn.ModuleList | nn.ModuleDict  # they have no forward function
 SHARDED = ("zero2", "fsdp", "hsdp")
-DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+OF_DTYPES = re.compile(r"\btypes?\b|dtype|BFloat16|Half")  # in messages of torch
 
 
 @dataclass(frozen=True)
 class DataParallelOptions:
-    """Settings of data parallelism: what ranks share, and how. Its fields are keys of the config (utils/schema.py)."""
+    """Settings of data parallelism: what ranks share, and how. Its fields are named in the config (utils/schema.py)."""
 
     data_parallel: str = "ddp"
     noddp: bool = False
@@ -55,69 +57,96 @@ class DataParallelOptions:
     sync_batchnorm: bool = False
     gradient_accumulation: int = 1
     enable_cuda_graphs: bool = False
+    amp_mode: str = "none"
+    longest_rollout: int = 1
 
 
 def fully_shard_model(
-    model: nn.Module, options: DataParallelOptions, device: torch.device, apart: Collection[str]
-) -> None:
+    model: nn.Module, options: DataParallelOptions, device: torch.device, apart: Collection[str], usage: Usage
+) -> set[str]:
     """Split the parameters over the data-parallel ranks, with zero2, fsdp or hsdp; other strategies keep them whole.
 
     apart: names of parameters that are left alone. The model may lie on the meta device: nothing is allocated here.
+    Returns the names of further parameters that stay whole, whose gradients nobody reduces yet.
     """
-    if options.data_parallel not in SHARDED or comm.get_size("dp_image") == 1:
-        return
+    if not is_sharded(options):
+        return set()
+    for parameter in model.parameters():
+        if not parameter.is_contiguous():  # a part of it is one piece of memory
+            parameter.data = parameter.data.contiguous()
+    shared = share_out(model, usage, options.wrap_policy, options.wrap_min_params, apart)
+    units = shared.units
+    check_recomputation(model, units, usage, options)
     hsdp = ("dp_replicate", "dp_shard" if comm.get_size("image") == 1 else "dp_shard_image")
-    dtype = DTYPES[options.gather_dtype]
+    dtype = GATHER_DTYPES[options.gather_dtype]
     pins = library(device, "Stream") is not None  # copies from pinned memory go on beside computation
     offload = CPUOffloadPolicy(pin_memory=pins) if options.cpu_offload else OffloadPolicy()
     common: dict[str, Any] = {
         "mesh": comm.get_mesh(*hsdp) if options.data_parallel == "hsdp" else comm.get_mesh("dp_image"),
         "reshard_after_forward": options.data_parallel != "zero2",  # zero2 keeps a unit until its backward pass
         "offload_policy": offload,
-        "ignored_params": {p for name, p in model.named_parameters() if name in apart},
     }
-    units = sharded_units(model, options.wrap_policy, options.wrap_min_params)
     wide = torch.get_default_dtype()  # float32, or float64
-    for unit in units:
-        fully_shard(unit, **common, mp_policy=MixedPrecisionPolicy(dtype, reduce_dtype=wide))
-    rest = MixedPrecisionPolicy(dtype, reduce_dtype=wide, output_dtype=wide)
-    fully_shard(model, **common, mp_policy=rest)  # what no unit holds
+    of_unit = MixedPrecisionPolicy(dtype, reduce_dtype=wide)
+    of_root = MixedPrecisionPolicy(dtype, reduce_dtype=wide, output_dtype=wide)
+    # The root first: it may take weights that lie in units, where torch would not look for them later.
+    for module in (model, *units):
+        others = set(module.parameters()) - shared.weights[module]
+        fully_shard(module, mp_policy=of_root if module is model else of_unit, ignored_params=others, **common)
     if options.prefetch:
         for ahead, direction in ((units, "forward"), (units[::-1], "backward")):
             for i, unit in enumerate(ahead):
                 getattr(unit, f"set_modules_to_{direction}_prefetch")(ahead[i + 1 : i + 1 + options.prefetch])
+    if dtype is not None:
+        model.forward = naming_gather_dtype(model.forward, options)
+    return shared.whole
 
 
-def sharded_units(model: nn.Module, policy: str, min_params: int) -> list[nn.Module]:
-    """Modules whose parameters are gathered together, in the order in which they compute.
+def is_sharded(options: DataParallelOptions) -> bool:
+    """Tell whether fully_shard cuts the parameters."""
+    return options.data_parallel in SHARDED and comm.get_size("dp_image") > 1
 
-    block: each of the model's `blocks`, or each of its direct children where it has none, those of a list one by one.
-    size: the smallest modules that hold min_params parameters. none: the whole model is one unit, gathered at once.
+
+def check_recomputation(
+    model: nn.Module, modules: Iterable[nn.Module], usage: Usage, options: DataParallelOptions
+) -> None:
+    """Raise LayoutError for modules that a reentrant checkpoint runs several times before gradients are reduced.
+
+    fully_shard reduces a unit's gradient for one of these calls and loses that of the others, unless the first call, of
+    which the gradient comes last, was a plain one. DistributedDataParallel takes a second gradient for an error.
     """
-    if policy == "none":
-        return []
-    if policy == "block":
-        return list(_callable_children(getattr(model, "blocks", model)))
-    units: list[nn.Module] = []
-
-    def visit(module: nn.Module) -> int:
-        """Parameters of the module that no unit holds."""
-        left = sum(p.numel() for p in module.parameters(recurse=False)) + sum(map(visit, module.children()))
-        if left < min_params or isinstance(module, CONTAINERS) or module is model:
-            return left
-        units.append(module)
-        return 0
-
-    visit(model)
-    return units
+    names = {module: name for name, module in model.named_modules()}
+    sharded = is_sharded(options)
+    for module in modules:
+        name = names[module]
+        concerns = usage.recomputed.get(name, False) if sharded else name in usage.recomputed
+        is_repeated = usage.calls.get(name, 0) > 1 or options.longest_rollout > 1
+        if concerns and is_repeated:
+            steps = options.longest_rollout
+            how = f"in {steps} steps of a forecast" if steps > 1 else "several times"
+            instead = "--wrap_policy none" if sharded else "--gradient_accumulation 1"
+            raise LayoutError(
+                f"{options.data_parallel}: '{name}' runs in a reentrant checkpoint {how}, whose gradients cannot be "
+                "reduced: call torch.utils.checkpoint.checkpoint with use_reentrant=False, or give " + instead
+            )
 
 
-def _callable_children(module):
-    for child in module.children():
-        if isinstance(child, CONTAINERS):
-            yield from _callable_children(child)
-        else:
-            yield child
+def naming_gather_dtype(forward: Callable[..., Any], options: DataParallelOptions) -> Callable[..., Any]:
+    """A forward function that raises UsageError, naming the option, where dtypes of tensors do not go together."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except RuntimeError as error:
+            if not OF_DTYPES.search(str(error)):
+                raise
+            raise UsageError(
+                f"gather_dtype {options.gather_dtype}: {first_line(error)}: weights and inputs of modules are in "
+                f"{options.gather_dtype}, and the model mixes them with others: give --amp_mode "
+                f"{options.gather_dtype}, which chooses the type of each operation, or --gather_dtype none"
+            ) from error
+
+    return call
 
 
 def data_parallel(
@@ -125,40 +154,97 @@ def data_parallel(
     options: DataParallelOptions,
     device: torch.device,
     weights: Iterable[tuple[str, Tensor]],
+    usage: Usage,
     split: Split | None = None,
 ) -> ParallelModel:
     """Distribute a model that lies on the meta device; returns it as a ParallelModel, in memory and initialised.
 
-    weights: (name, full tensor) of every parameter and buffer of the whole model, the same on every rank. split: the
-    result of model parallelism, applied before.
+    weights: (name, full tensor) of every parameter and buffer of the whole model, the same on every rank. usage: of the
+    whole model, seen before it was split. split: the result of model parallelism, applied before.
     """
     split = split or Split()
-    if options.data_parallel != "ddp" and comm.get_size("dp_image") > 1:
-        for name, parameter in model.named_parameters():
-            if parameter.is_complex():  # torch shares out tensors of one dtype alone
-                raise LayoutError(f"{options.data_parallel} cannot share out the complex weight '{name}': use ddp")
+    check_types(model, options)
     modules: Sequence[nn.Module] = split.stages or [model]
     if options.sync_batchnorm:
         from distributed.batch_norm import synchronize_batch_norm
 
         synchronize_batch_norm(model, comm.get_group("dp_image"))
+    whole: set[str] = set()
     for module in modules:
-        fully_shard_model(module, options, device, split.specs)
+        whole |= fully_shard_model(module, options, device, split.specs, usage)
         with keep_ties(module):
             allocate(module, device, options.cpu_offload)
         group = comm.get_group("dp_image")
         if group and options.data_parallel in SHARDED and comm.get_size("dp") > 1:
             LayerWatch(module, group, device, options.data_parallel)
+    if whole and options.amp_mode == "fp16":  # torch's gradient scaler takes no mixture of DTensors and plain tensors
+        raise LayoutError(
+            f"{options.data_parallel} with amp_mode fp16 cannot share out '{min(whole)}': use bf16, or ddp"
+        )
     fill_weights(model, weights, split)
-    replicated = options.data_parallel not in SHARDED and comm.get_size("dp_image") > 1 and not options.noddp
+    if is_sharded(options) and usage.varies:
+        gather_once(model)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad and name not in split.specs]
+    is_reduced = options.data_parallel not in SHARDED and comm.get_size("dp_image") > 1 and not options.noddp
+    replicated = is_reduced and bool(trained)  # DistributedDataParallel wants something to do
+    notes = []
     if replicated:
-        modules = [replicate(module, options, device, split) for module in modules]
+        if options.gradient_accumulation > 1:  # otherwise the first step tells what each one has
+            with_weights = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
+            check_recomputation(model, with_weights, usage, options)
+        unused = why_unused(trained, usage, options, split)
+        if unused:
+            notes.append(
+                f"DistributedDataParallel looks for unused weights in every step, since {unused}: "
+                "a walk over the graph and a small all-reduce more"
+            )
+        modules = [replicate(module, options, device, split, bool(unused)) for module in modules]
     pipeline = None
     if split.stages:
         from distributed.pipeline import Pipeline  # slow to import, and only rung 3 has stages
 
         pipeline = Pipeline(modules, comm.get_group("pp"), split.schedule, options.gradient_accumulation, device)
-    return ParallelModel(model, modules[0], split, replicated, pipeline)
+    return ParallelModel(model, modules[0], split, replicated, pipeline, whole, notes)
+
+
+def check_types(model: nn.Module, options: DataParallelOptions) -> None:
+    """Raise LayoutError, naming a weight, where a strategy cannot share out weights of its type."""
+    if options.data_parallel == "ddp" or comm.get_size("dp_image") == 1:
+        return
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for name, parameter in trained:
+        if parameter.is_complex():
+            raise LayoutError(f"{options.data_parallel} cannot share out the complex weight '{name}': use ddp")
+        first, other = trained[0]
+        if options.data_parallel == "zero1" and parameter.dtype != other.dtype:
+            types = [str(each.dtype).removeprefix("torch.") for each in (other, parameter)]
+            raise LayoutError(
+                f"zero1 shares out weights of one type: '{first}' is in {types[0]}, '{name}' in {types[1]}: "
+                "use ddp or fsdp"
+            )
+
+
+def gather_once(model: nn.Module) -> None:
+    """Gather each unit once: one that the model skips in all micro-batches of a step lacks what torch expects of it."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            module.reshard()
+
+
+def why_unused(trained: Collection[str], usage: Usage, options: DataParallelOptions, split: Split) -> str:
+    """Why DistributedDataParallel must look for weights without a gradient, in words; "" where it need not.
+
+    trained: names of weights. In a reentrant checkpoint it cannot find them, nor in a captured graph or a pipeline's.
+    """
+    if split.stages or usage.recomputed or options.enable_cuda_graphs:
+        return ""
+    if usage.varies:
+        return f"another pass may skip some: {usage.varies}"
+    unused = [name for name in trained if name not in usage.reached]
+    if unused and options.gradient_accumulation > 1:  # otherwise the first step tells
+        return f"'{unused[0]}' gets no gradient"
+    return ""
 
 
 def allocate(module: nn.Module, device: torch.device, cpu_offload: bool) -> None:
@@ -171,9 +257,12 @@ def allocate(module: nn.Module, device: torch.device, cpu_offload: bool) -> None
 
 
 def replicate(
-    module: nn.Module, options: DataParallelOptions, device: torch.device, split: Split
+    module: nn.Module, options: DataParallelOptions, device: torch.device, split: Split, find_unused: bool = False
 ) -> DistributedDataParallel:
-    """DistributedDataParallel: it averages gradients, bucket by bucket, while the backward pass still runs."""
+    """DistributedDataParallel: it averages gradients, bucket by bucket, while the backward pass still runs.
+
+    find_unused: it looks in each step for weights that get no gradient. Otherwise all steps are like the first.
+    """
     ignored = [*split.specs, *(name for name, _ in module.named_buffers())]  # ParallelModel.share_buffers shares these
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
     with on_capture_stream() if options.enable_cuda_graphs else contextlib.nullcontext():
@@ -183,9 +272,9 @@ def replicate(
             process_group=comm.get_group("dp_image"),
             bucket_cap_mb=options.bucket_cap_mb,
             gradient_as_bucket_view=True,
-            static_graph=options.gradient_accumulation == 1 and not split.stages,
+            static_graph=options.gradient_accumulation == 1 and not split.stages and not find_unused,
             # The pipeline calls forward and backward apart, from which DDP cannot learn the order of its buckets.
-            find_unused_parameters=bool(split.stages),
+            find_unused_parameters=bool(split.stages) or find_unused,
         )
     if options.gradient_compression == "bf16":
         ddp.register_comm_hook(comm.get_group("dp_image"), reduce_in_bf16)

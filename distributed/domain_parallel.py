@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,6 +27,7 @@ from distributed.shard.operands import to_spec
 from distributed.shard.rules.attention import set_attention_method
 from distributed.shard.spec import Axes, Axis, Mesh, Spec, as_mesh, merged, whole
 from distributed.shard_tensor import ShardTensor, local, part_of, reduced, replicated, set_fallback, wrap
+from distributed.sharded_units import GATHER_DTYPES
 from distributed.split import Split
 from distributed.tensor_parallel import tensor_parallel
 from distributed.ties import tie_pieces, tied_names
@@ -47,6 +49,7 @@ class DomainOptions:
     domain_fallback: str = "error"
     data_parallel: str = "ddp"
     amp_mode: str = "none"
+    gather_dtype: str = "none"
 
 
 def domain_mesh() -> DeviceMesh | None:
@@ -142,12 +145,16 @@ class OnParts:
 
 
 def shard_parameters(
-    model: nn.Module, mesh: DeviceMesh | Mesh, partition: Mapping[str, Sequence[Axes]]
+    model: nn.Module,
+    mesh: DeviceMesh | Mesh,
+    partition: Mapping[str, Sequence[Axes]],
+    dtype: torch.dtype | None = None,
 ) -> dict[str, Spec]:
     """Split parameters over the domain ranks, in place, also on the meta device.
 
     partition: {name: the axes of each dimension}, for example (domain.token_axes(), whole(embed_dim)). Inside the model
-    such a parameter is a ShardTensor; its name stays, and its shape becomes that of this rank's part.
+    such a parameter is a ShardTensor; its name stays, and its shape becomes that of this rank's part. dtype: in which
+    the model sees it, as it sees the parameters that fully_shard gathers.
     Returns {name: Spec}.
     """
     specs = {}
@@ -157,16 +164,16 @@ def shard_parameters(
         parameter = module.get_parameter(attribute)
         part = part_of(parameter.detach(), spec).clone()
         setattr(module, attribute, nn.Parameter(part, parameter.requires_grad))
-        _show_as_sharded(module, attribute, spec)
+        _show_as_sharded(module, attribute, spec, dtype)
         specs[name] = spec
     return specs
 
 
-def _show_as_sharded(module, attribute, spec):
+def _show_as_sharded(module, attribute, spec, dtype):
     """Let the module see its parameter as a ShardTensor; for everybody else it stays the plain local part."""
 
     def get(self):
-        return wrap(self._parameters[attribute], spec)
+        return wrap(self._parameters[attribute].to(dtype=dtype), spec)
 
     cls = type(module)
     module.__class__ = type(f"Sharded{cls.__name__}", (cls,), {attribute: property(get)})
@@ -196,5 +203,5 @@ def split_images(model: nn.Module, options: DomainOptions) -> Split:
         is_shared = any(POSITIONS in names for names in ties)
         if plain and isinstance(model, Transformer) and not is_shared:
             axes = (domain.token_axes(), whole(model.pos_embed.weight.shape[1]))
-            split.specs = shard_parameters(model, domain.mesh, {POSITIONS: axes})
+            split.specs = shard_parameters(model, domain.mesh, {POSITIONS: axes}, GATHER_DTYPES[options.gather_dtype])
         return split

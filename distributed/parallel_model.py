@@ -1,9 +1,9 @@
 """The model as the training step calls it, whatever it is split over."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,29 @@ from distributed.collectives import as_group, gather_from_region
 from distributed.split import Split
 from distributed.tensor_parallel import reduce_partial_gradients
 from utils import comm
+from utils.errors import UsageError
 
 if TYPE_CHECKING:  # slow to import, and only rung 3 has one
     from distributed.pipeline import Pipeline
+
+
+def check_output(output: Any, who: str) -> None:
+    """Raise UsageError where a model's output is no tensor of numbers that can be trained. who: how errors call it."""
+    if isinstance(output, Tensor) and output.is_floating_point():
+        return
+    kind = type(output).__name__
+    if isinstance(output, Tensor):
+        found = f"a tensor of {str(output.dtype).removeprefix('torch.')}"
+    elif isinstance(output, Mapping):
+        found = f"a {kind} of {', '.join(map(repr, output))}"
+    elif isinstance(output, Sequence) and not isinstance(output, str):
+        found = f"a {kind} of {', '.join(type(part).__name__ for part in output)}"
+    else:
+        found = "None" if output is None else f"a {kind}"
+    raise UsageError(
+        f"{who} returns {found}: training needs one tensor of real numbers, (B, C, ...); return that alone, or give a "
+        "class of your own that calls this one and returns it"
+    )
 
 
 class ParallelModel:
@@ -26,14 +46,22 @@ class ParallelModel:
 
     model: this rank's part; its parameters have the names of the whole model. module: what a step calls, the model or
     the DistributedDataParallel around it. split: how model parallelism has split the model. replicated: gradients are
-    reduced by DistributedDataParallel. pipeline: runs the stages of the model instead of `module`, or None.
+    reduced by DistributedDataParallel. pipeline: runs the stages of the model instead of `module`, or None. whole:
+    names of parameters that fully_shard leaves whole. notes: for the log of a run.
     """
 
     def __init__(
-        self, model: nn.Module, module: nn.Module, split: Split, replicated: bool, pipeline: "Pipeline | None" = None
+        self,
+        model: nn.Module,
+        module: nn.Module,
+        split: Split,
+        replicated: bool,
+        pipeline: "Pipeline | None" = None,
+        whole: Collection[str] = (),
+        notes: Sequence[str] = (),
     ):
         self.model, self.module, self.split, self.pipeline = model, module, split, pipeline
-        self.replicated = replicated
+        self.replicated, self.whole, self.notes = replicated, whole, notes
 
     def micro_batches(self, x: Tensor, y: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Equal parts of a batch, one after the other; only the backward pass of the last one reduces gradients.
@@ -63,6 +91,33 @@ class ParallelModel:
                 parameter.grad /= domain * dp
                 if dp > 1:
                     dist.all_reduce(parameter.grad, group=comm.get_group("dp"))
+        self._reduce_whole()
+
+    def _reduce_whole(self) -> None:
+        """Let the gradients of parameters that fully_shard leaves whole become their mean over the ranks.
+
+        Those of a kind travel together, each with a number: how many ranks have a gradient. Where no rank has one,
+        there is none afterwards.
+        """
+        group, size = comm.get_group("dp_image"), comm.get_size("dp_image")
+        kinds = defaultdict(list)
+        for name, parameter in self.model.named_parameters():
+            if name in self.whole and parameter.requires_grad:
+                kinds[parameter.device, parameter.dtype].append(parameter)
+        for parameters in kinds.values():
+            parts = []
+            for parameter in parameters:
+                grad = parameter.grad
+                own = torch.zeros_like(parameter) if grad is None else grad
+                parts += [own.flatten(), own.new_full((1,), float(grad is not None))]
+            packed = torch.cat(parts)
+            dist.all_reduce(packed, group=group)
+            sums = iter(packed.split([len(part) for part in parts]))
+            for parameter in parameters:
+                total, ranks = next(sums), next(sums)
+                # The number is read only where this rank has none.
+                if parameter.grad is not None or ranks.item() > 0:
+                    parameter.grad = (total / size).view_as(parameter)
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor:
@@ -128,7 +183,9 @@ class ParallelModel:
         x: this rank's part of the input, (B, C_in, h, w).
         """
         if not self.pipeline:
-            return self.model(x)
+            output = self.model(x)
+            check_output(output, f"in evaluation, model {type(self.model).__name__}")
+            return output
         return self.pipeline.forecast(x, (len(x), out_channels, *x.shape[2:]))
 
     def whole_images(self, part: Tensor) -> Tensor:

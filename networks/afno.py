@@ -44,8 +44,8 @@ class FourierFilter(nn.Module):
         wide = torch.promote_types(dtype, torch.float32)  # half precision has no transforms of every size
         x = torch.fft.rfft2(x.to(wide), dim=(1, 2), norm="ortho")  # (B, h, w / 2 + 1, D), complex
         x = x.unflatten(-1, (self.num_blocks, -1))  # (B, h, w / 2 + 1, k, d)
-        real, imaginary = self._layer(x.real, x.imag, self.weight1, self.bias1)
-        real, imaginary = self._layer(F.relu(real), F.relu(imaginary), self.weight2, self.bias2)
+        real, imaginary = self._layer(x.real, x.imag, self.weight1.to(wide), self.bias1)
+        real, imaginary = self._layer(F.relu(real), F.relu(imaginary), self.weight2.to(wide), self.bias2)
         x = F.softshrink(torch.stack([real, imaginary], -1), self.sparsity)
         x = torch.view_as_complex(x.to(wide)).flatten(-2)
         return torch.fft.irfft2(x, s=size, dim=(1, 2), norm="ortho").to(dtype)

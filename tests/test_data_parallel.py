@@ -20,6 +20,7 @@ from tests.support.layout_parity import (
     train_serially,
 )
 from tests.support.marks import slow_but
+from tests.support.refusals import refusal
 from training.checkpoint import collect_state, restore_state
 from training.model import build_model, initial_weights
 from training.tasks import build_task
@@ -119,7 +120,13 @@ IN_BUCKETS = pytest.mark.slow("compiled layers whose gradients are reduced in bu
 
 
 @pytest.mark.parametrize(
-    "options", [{"bucket_cap_mb": 0.01}, pytest.param({"enable_jit": True}, marks=IN_BUCKETS)], ids=str
+    "options",
+    [
+        {"bucket_cap_mb": 0.01},
+        pytest.param({"enable_jit": True}, marks=IN_BUCKETS),
+        pytest.param({"enable_jit": True, "bucket_cap_mb": 0.01}, marks=IN_BUCKETS),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_options_of_replicated_parameters_change_no_number(ranks, tiny_config, strategy, options):
@@ -152,6 +159,33 @@ def test_halved_messages_train_nearly_the_same(ranks, tiny_config, options):
     assert_nearly_same_training(results, serial, config, tolerance=0.05)
     with pytest.raises(AssertionError):  # they are halved
         assert_serial(results, serial)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("dp2,data_parallel=fsdp", {"model": "afno", "model_args": {"num_blocks": 4}}),
+        ("domain2,data_parallel=fsdp,wrap_policy=none", {}),
+        ("domain2,data_parallel=fsdp,wrap_policy=size,wrap_min_params=500", {}),
+    ],
+)
+def test_weights_gathered_in_half_precision_meet_no_other(ranks, tiny_config, layout, options):
+    size, own = ranks_and_options(layout)
+    serial, _ = train_serially(tiny_config, PARITY | options, 3)
+    for losses, *_ in ranks(size, train, tiny_config(**PARITY, **options, **own, gather_dtype="bf16"), steps=3):
+        torch.testing.assert_close(losses, serial, rtol=5e-3, atol=0)
+
+
+@pytest.mark.parametrize(("amp_mode", "gather_dtype"), [("fp16", "bf16"), ("bf16", "fp16"), ("fp8", "fp16")])
+def test_two_half_precisions_are_not_mixed(tiny_config, amp_mode, gather_dtype):
+    with refusal(f"gather_dtype {gather_dtype} with amp_mode {amp_mode} mixes two half precisions: give gather_dtype"):
+        tiny_config(data_parallel="fsdp", amp_mode=amp_mode, gather_dtype=gather_dtype)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_only_weights_that_data_parallelism_leaves_alone_are_trained(ranks, tiny_config, strategy):
+    options = PARITY | {"freeze": ["*", "!pos_embed*"], "clip_grad_norm": 0.1}
+    check_training(ranks, tiny_config, "domain2", options, 4, data_parallel=strategy)
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp"])

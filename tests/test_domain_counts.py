@@ -157,8 +157,10 @@ def counts_without_a_domain(config, script):
     ):
         model = build_model(config)
         split = split_images(model, config.options(DomainOptions)) if script == "train_shard" else None
-        parallel = data_parallel(model, config.options(DataParallelOptions), CPU, initial_weights(config), split)
-        step = TrainingStep(config, CPU, parallel, build_optimizer(config, model, CPU), build_task(config))
+        task = build_task(config)
+        options = config.options(DataParallelOptions)
+        parallel = data_parallel(model, options, CPU, initial_weights(config), task.usage, split)
+        step = TrainingStep(config, CPU, parallel, build_optimizer(config, model, CPU), task)
         losses = [step(i, *batch_of(config)) for i in range(5)]
     return counted.calls, counted.bytes, torch.stack(losses), found.count(ShardTensor)
 

@@ -12,7 +12,8 @@ from distributed.domain_parallel import DomainOptions, split_images
 from distributed.model_parallel import ModelParallelOptions, split_model
 from distributed.parallel_model import ParallelModel
 from distributed.split import Split
-from training.model import build_model, initial_weights
+from distributed.usage import Usage
+from training.model import build_model, examine, initial_weights
 from training.optimizer import build_optimizer
 from training.speed_options import apply_speed_options
 from training.step import TrainingStep
@@ -22,12 +23,16 @@ from utils.schema import Config
 
 
 def build_parallel(
-    config: Config, device: torch.device, weights: Iterable[tuple[str, Tensor]] | None = None, where: str = ""
+    config: Config,
+    device: torch.device,
+    weights: Iterable[tuple[str, Tensor]] | None = None,
+    where: str = "",
+    usage: Usage | None = None,
 ) -> ParallelModel:
     """The model of a config on the ranks of the mesh. weights: (name, full tensor); the initial ones unless given.
 
     Buffers that no checkpoint holds have their initial values in any case. where: how errors call the layout; the name
-    of the config unless given.
+    of the config unless given. usage: of the model, where it is known already.
     """
     model = build_model(config)
     split = split_as_configured(model, config, where)
@@ -37,7 +42,8 @@ def build_parallel(
         weights = initial_weights(config)
     elif unsaved:
         weights = chain(weights, ((name, value) for name, value in initial_weights(config) if name in unsaved))
-    return data_parallel(model, config.options(DataParallelOptions), device, weights, split)
+    usage = usage or examine(config).usage
+    return data_parallel(model, config.options(DataParallelOptions), device, weights, usage, split)
 
 
 def split_as_configured(model: nn.Module, config: Config, where: str = "") -> Split:
@@ -50,8 +56,9 @@ def split_as_configured(model: nn.Module, config: Config, where: str = "") -> Sp
 
 def build_step(config: Config, device: torch.device, where: str = "") -> TrainingStep:
     """The TrainingStep of this rank; the mesh is there. Raises UsageError, naming `where`, for a split that fails."""
-    parallel = build_parallel(config, device, where=where)
-    return TrainingStep(config, device, parallel, build_optimizer(config, parallel.model, device), build_task(config))
+    task = build_task(config)
+    parallel = build_parallel(config, device, where=where, usage=task.usage)
+    return TrainingStep(config, device, parallel, build_optimizer(config, parallel.model, device), task)
 
 
 def random_batch(task: Task, device: torch.device) -> tuple[Tensor, Tensor]:

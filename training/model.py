@@ -13,17 +13,21 @@ import fnmatch
 import hashlib
 import importlib
 import inspect
+import re
 import traceback
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator
+from inspect import Parameter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.nn.parameter import is_lazy
 
+from distributed.parallel_model import check_output
 from distributed.protocol import points_kept_together
 from distributed.split import Split
 from distributed.ties import keep_ties
+from distributed.usage import Usage, watch
 from distributed.weight_shards import fill_weights
 from networks import MODELS
 from networks.vit import PerAxis
@@ -33,6 +37,8 @@ from utils.host_random import HostRandom
 from utils.schema import Config
 
 Build = Callable[[], nn.Module]
+# (device, samples) with which a look at a model is tried.
+ATTEMPTS = (("meta", 1), ("meta", 2), ("cpu", 1), ("cpu", 2))
 
 
 def build_model(config: Config, device: torch.device | str = "meta") -> nn.Module:
@@ -99,24 +105,75 @@ def _builder(config):
         "mlp_ratio": config.mlp_ratio,
         "dropout": config.dropout,
     }
-    accepted = inspect.signature(Model).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    named, takes_any = arguments_of(Model)
     for name in config.model_args:
-        if name not in accepted and not takes_any:
-            raise UsageError(f"{config.config}: model_args: {config.model} takes no '{name}'{nearest(name, accepted)}")
-    arguments = {name: value for name, value in settings.items() if name in accepted} | config.model_args
+        if name not in named and not takes_any:
+            raise UsageError(f"{config.config}: model_args: {config.model} takes no '{name}'{nearest(name, named)}")
+    arguments = {name: value for name, value in settings.items() if name in named} | config.model_args
 
     def build() -> nn.Module:
         try:
             with HostRandom(config.seed):  # torch's generators are those of whoever builds
-                model = Model(**arguments)
+                model = call_with(Model, arguments, given=config.model_args)
         except Exception as error:
             raise UsageError(f"{config.config}: {_in_one_line(error)}") from error
         if not isinstance(model, nn.Module):
             raise UsageError(f"{config.config}: model {config.model} makes a {type(model).__name__}, not an nn.Module")
+        if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+            complete(model, config)
         return model
 
     return build
+
+
+def arguments_of(Model: Callable[..., Any]) -> tuple[set[str], bool]:
+    """(names of the arguments that a class or function takes, whether it takes any other).
+
+    A class that passes **kwargs on takes those of the next class that it inherits from.
+    """
+    makers = [Model]
+    if isinstance(Model, type):
+        makers = [cls for cls in Model.__mro__ if "__init__" in vars(cls) and cls not in (nn.Module, object)] or makers
+    named: set[str] = set()
+    for maker in makers:
+        parameters = inspect.signature(maker).parameters
+        kinds = {name: parameter.kind for name, parameter in parameters.items()}
+        named |= {name for name, kind in kinds.items() if kind not in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)}
+        if Parameter.VAR_KEYWORD not in kinds.values():
+            return named, False
+    return named, True
+
+
+def call_with(Model: Callable[..., Any], arguments: dict[str, Any], given: Collection[str]) -> Any:
+    """Model(**arguments), without those that a class gives the class it inherits from itself. given: not left out."""
+    try:
+        return Model(**arguments)
+    except TypeError as error:
+        twice = re.search(r"multiple values for keyword argument '(\w+)'", str(error))
+        if twice is None or twice[1] not in arguments or twice[1] in given:
+            raise
+        left = {name: value for name, value in arguments.items() if name != twice[1]}
+    return call_with(Model, left, given)
+
+
+def complete(model: nn.Module, config: Config) -> None:
+    """Let lazy modules see an image, so that they know their shapes. Raises UsageError where the model fails on it."""
+    image = torch.zeros(1, config.model_in_channels, *config.img_size)  # on the device of the context
+    try:
+        with torch.no_grad():
+            model.eval()(image)
+    except Exception as error:
+        raise UsageError(
+            f"{config.config}: model {config.model} has lazy modules and fails on an input of {list(image.shape)}: "
+            f"{_in_one_line(error)}"
+        ) from error
+    model.train()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise UsageError(
+                f"{config.config}: model {config.model}: the shape of '{name}' is still unknown after a forward pass, "
+                "which does not call its lazy module: give it a module with sizes"
+            )
 
 
 def model_class(name: str) -> Callable[..., nn.Module]:
@@ -138,40 +195,45 @@ class Facts(NamedTuple):
 
     output_shape: for one sample. parameters: how many. flops: floating-point operations of a forward pass of one
     sample, in matrix products and convolutions. kept_together: points between which images are not cut, see
-    distributed.protocol.points_kept_together.
+    distributed.protocol.points_kept_together. usage: how it uses its modules and parameters.
     """
 
     output_shape: tuple[int, ...]
     parameters: int
     flops: int
     kept_together: PerAxis
+    usage: Usage
 
 
 def examine(config: Config) -> Facts:
-    """Run one sample through the model of a config. Raises UsageError where it fails.
+    """Run one sample through the model of a config, in training mode. Raises UsageError where that cannot be trained.
 
-    On the meta device if it can be done there; a model that reads numbers runs on the CPU.
+    On the meta device if it can be done there; a model that reads numbers runs on the CPU. BatchNorm over a single
+    point takes two samples.
     """
-    shape = 1, config.model_in_channels, *config.img_size
-    model = build_model(config)
-    try:
-        output, flops = _run(model, torch.empty(shape, device="meta"))
-    except Exception:
-        model = build_model(config, "cpu")
+    image = (config.model_in_channels, *config.img_size)
+    problems: dict[str, Exception] = {}
+    for device, samples in ATTEMPTS:
+        model = build_model(config, device)
         try:
-            output, flops = _run(model, torch.zeros(shape))
+            output, usage = watch(model, torch.zeros(samples, *image, device=device))
+            break
         except Exception as error:
-            raise UsageError(
-                f"{config.config}: model {config.model} fails on an input of {list(shape)}: {_in_one_line(error)}"
-            ) from error
+            problems[device] = problems.get(device, error)
+    else:
+        problem = problems["cpu"]
+        raise UsageError(
+            f"{config.config}: model {config.model} fails on an input of {[1, *image]}: {_in_one_line(problem)}"
+        ) from problem
+    check_output(output, f"{config.config}: model {config.model}")
+    if not output.requires_grad:
+        raise UsageError(
+            f"{config.config}: the output of model {config.model} depends on no weight that is trained: nothing can be "
+            "learned" + (f" with freeze {config.freeze}" if config.freeze else "")
+        )
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Facts(tuple(output.shape), parameters, flops, points_kept_together(model))
-
-
-def _run(model, x):
-    model.requires_grad_(False)  # instead of no_grad, in which the counter fails where a parameter is an argument
-    with FlopCounterMode(display=False) as counter:
-        return model.eval()(x), counter.get_total_flops()
+    shape = (output.shape[0] // samples, *output.shape[1:]) if output.dim() else ()
+    return Facts(shape, parameters, usage.flops // samples, points_kept_together(model), usage)
 
 
 def _in_one_line(error):

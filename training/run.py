@@ -363,7 +363,7 @@ class Run:
         log.info("Resuming at iteration %d of %d on %s", self.iteration, self.config.num_iters, self._where())
 
     def _log_notes(self) -> None:
-        for note in self.step.task.notes:
+        for note in (*self.step.task.notes, *self.step.parallel.notes):
             log.info(note)
         if self.config.amp_mode == "fp16" and comm.get_size("dp_image") > 1:
             log.info(

@@ -199,6 +199,12 @@ def _of_options(config: Config) -> Iterator[str]:
     for name, strategies in STRATEGY_KEYS.items():
         if config.data_parallel not in strategies and getattr(config, name) != Config.model_fields[name].default:
             yield f"{name} belongs to data_parallel {' and '.join(strategies)}, not to {config.data_parallel}"
+    computed = {"fp8": "bf16"}.get(config.amp_mode, config.amp_mode)  # what fp8 leaves is in bf16
+    if "none" not in (computed, config.gather_dtype) and computed != config.gather_dtype:
+        yield (
+            f"gather_dtype {config.gather_dtype} with amp_mode {config.amp_mode} mixes two half precisions: give "
+            f"gather_dtype {computed}, or none"
+        )
     if config.enable_cuda_graphs and config.amp_mode == "fp16" and not config.enable_fused:
         yield (
             "enable_cuda_graphs with amp_mode fp16 needs enable_fused: only then does the decision to skip a step stay "

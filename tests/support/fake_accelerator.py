@@ -85,9 +85,10 @@ def run_a_rank(config, layout, rank=0, mutate=None, steps=2):
         split = split_as_configured(model, config)
         apply_speed_options(config, device, model)
         task = task_of(config)
+        usage = task.usage
         stack.enter_context(pipeline_shapes(config, layout))
         stack.enter_context(fake)
-        parallel = data_parallel(model, config.options(DataParallelOptions), device, [], split)
+        parallel = data_parallel(model, config.options(DataParallelOptions), device, [], usage, split)
         step = TrainingStep(config, device, parallel, build_optimizer(config, model, device), task)
         if mutate:
             mutate(step)

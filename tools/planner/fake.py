@@ -152,7 +152,9 @@ class Replica(nn.Module):
     the first step the buckets hold the parameters in the order in which their gradients became ready.
     """
 
-    def __init__(self, module: nn.Module, options: DataParallelOptions, device: torch.device, split: Split):
+    def __init__(
+        self, module: nn.Module, options: DataParallelOptions, device: torch.device, split: Split, find_unused: bool
+    ):
         super().__init__()
         self.module, self.device, self.wanted = module, device, True
         self.reducer = SimpleNamespace(prepare_for_backward=lambda outputs: None)  # which a pipeline calls

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed.parallel_model import ParallelModel
+from distributed.usage import Usage
 from training.model import Facts, examine
 from utils import comm
 from utils.data_loader import BatchLoader
@@ -54,6 +55,11 @@ class Task(ABC):
     def facts(self) -> Facts:
         """Facts about the model of this config."""
         return examine(self.config)
+
+    @property
+    def usage(self) -> Usage:
+        """How that model uses its modules and parameters."""
+        return self.facts.usage
 
     def check_model(self) -> None:
         """Raise UsageError where the output of the config's model does not fit the task."""

@@ -1,0 +1,257 @@
+"""How a model uses its parts: one look at a forward pass of training, before the model is split over ranks.
+
+fully_shard gathers the weights of a module when the module is called, and DistributedDataParallel has to know whether
+each weight gets a gradient in each step. Both follow from what a forward pass does, not from how the model is built: it
+may walk over a container, read the weight of a module, call another method of it, or skip it.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.flop_counter import FlopCounterMode
+
+SEED = 0
+PLAIN = (Tensor, int, float, complex, str, type(None))  # of what a module may return as a unit of fully_shard
+SETTINGS = (int, float, str, type(None))  # attributes of a module by which it may choose
+READS = {  # operations and methods that make Python values of a tensor, by which a model may choose
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.__array__,
+}
+
+
+@dataclass
+class Usage:
+    """A forward pass of training. Modules and parameters have their first names in the model.
+
+    calls: {module: how often it was called}, in the order of the first calls; a container that is walked over is not
+    among them.
+    inside: {parameter: modules that were at work whenever it was used}; a weight that two modules share, or that is
+    read from outside its module, has those around all of its uses.
+    reached: parameters that the output depends on.
+    recomputed: {module that was called in a reentrant checkpoint: whether its first call was}.
+    unfit: {module: why it cannot be a unit of fully_shard}.
+    varies: why another pass may use other parameters, "" where nothing says so.
+    flops: of the pass, in matrix products and convolutions.
+    """
+
+    calls: dict[str, int] = field(default_factory=dict)
+    inside: dict[str, frozenset[str]] = field(default_factory=dict)
+    reached: set[str] = field(default_factory=set)
+    recomputed: dict[str, bool] = field(default_factory=dict)
+    unfit: dict[str, str] = field(default_factory=dict)
+    varies: str = ""
+    flops: int = 0
+
+    def add(self, other: "Usage") -> None:
+        """Take in what another pass has called; what is reached remains what this one has."""
+        self.calls = other.calls | self.calls
+        self.unfit = other.unfit | self.unfit
+        for name, around in other.inside.items():
+            self.inside[name] = self.inside.get(name, around) & around
+
+
+def watch(model: nn.Module, x: Tensor) -> tuple[Any, Usage]:
+    """Call a model in training mode and watch. Returns its output, and the Usage.
+
+    The model may lie on the meta device. It keeps nothing for a backward pass; its buffers may change. The random state
+    of the program stays as it was. A model whose passes differ is also called in evaluation mode, where most models
+    skip nothing.
+    """
+    model.train()
+    with _random_state_kept() as drawn:
+        before = _settings(model)
+        output, usage = _Watch(model).run(x)
+        if before != _settings(model):  # set by the first pass, or counted in each one
+            before = _settings(model)
+            output, usage = _Watch(model).run(x)
+        now = _settings(model)
+        changed = [name for name in now if now[name] != before.get(name)]
+        if changed:
+            usage.varies = f"its attribute {changed[0]} changes from pass to pass"
+        elif drawn():
+            usage.varies = "it draws random numbers of Python or NumPy"
+        if usage.varies:
+            usage.add(_Watch(model.eval()).run(x)[1])
+    return output, usage
+
+
+class _Watch:
+    """The state of a look: which modules are at work, and what has been seen."""
+
+    def __init__(self, model: nn.Module):
+        self.model, self.usage = model, Usage()
+        self.names = {module: name for name, module in model.named_modules()}
+        self.parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.at_work: list[str] = []  # modules, outermost first
+        self.arguments: list[list[tuple[Tensor, int]]] = []  # tensors that each of them was given, and their versions
+        self.views: list[tuple[str, Tensor, int]] = []  # (module, view that it has returned, its version)
+        self.checkpoints = 0  # reentrant ones, one inside another
+
+    def run(self, x: Tensor) -> tuple[Any, Usage]:
+        """Call the model once."""
+        checkpointed = CheckpointFunction.forward
+
+        def counted(*args: Any) -> Any:
+            self.checkpoints += 1
+            try:
+                return checkpointed(*args)
+            finally:
+                self.checkpoints -= 1
+
+        with ExitStack() as stack:
+            for module in self.names:
+                # First in line, as the hooks of fully_shard are.
+                before = module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True)
+                after = module.register_forward_hook(self.leave)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+            stack.enter_context(patch.object(CheckpointFunction, "forward", staticmethod(counted)))
+            # Nothing goes back, so nothing is kept.
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))
+            stack.enter_context(torch.enable_grad())
+            counter = stack.enter_context(FlopCounterMode(display=False))
+            stack.enter_context(_Functions(self))
+            stack.enter_context(_Operations(self))
+            output = self.model(x)
+        self.usage.flops = counter.get_total_flops()
+        for name, view, version in self.views:
+            if view._version != version:
+                self.usage.unfit[name] = "it returns a view that is written to afterwards"
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        self.usage.reached |= _parameters_behind(outputs, self.parameters)
+        return output, self.usage
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A module is called."""
+        name, usage = self.names[module], self.usage
+        if self.checkpoints:
+            usage.recomputed.setdefault(name, name not in usage.calls)
+        usage.calls[name] = usage.calls.get(name, 0) + 1
+        self.at_work.append(name)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.arguments.append([(tensor, tensor._version) for tensor in given])
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A module has returned."""
+        name, unfit = self.at_work.pop(), self.usage.unfit
+        for tensor, version in self.arguments.pop():
+            if tensor._version != version:
+                unfit[name] = "it writes to its input"
+        for leaf in tree_leaves(output):
+            if not isinstance(leaf, PLAIN):
+                unfit[name] = f"it returns a {type(leaf).__name__}"
+            elif isinstance(leaf, Tensor) and leaf._base is not None:
+                self.views.append((name, leaf, leaf._version))
+
+    def used(self, values: Any) -> None:
+        """An operation is given these values."""
+        for leaf in tree_leaves(values):
+            name = self.parameters.get(id(leaf))
+            if name is None:
+                continue
+            around = frozenset(self.at_work)
+            self.usage.inside[name] = self.usage.inside.get(name, around) & around
+            if self.checkpoints:  # its graph is made in the backward pass
+                self.usage.reached.add(name)
+
+    def called(self, function: Any) -> None:
+        """An operation or a method of tensors is called."""
+        if function in READS:
+            self.usage.varies = "it reads the value of a tensor"
+
+
+class _Operations(TorchDispatchMode):
+    """Tells a look of operations; scripted functions have them too."""
+
+    def __init__(self, look: _Watch):
+        super().__init__()
+        self.look = look
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.look.used((args, kwargs))
+        self.look.called(func)
+        return func(*args, **(kwargs or {}))
+
+
+class _Functions(TorchFunctionMode):
+    """Tells a look of methods that read memory without an operation."""
+
+    def __init__(self, look: _Watch):
+        super().__init__()
+        self.look = look
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.look.called(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _parameters_behind(outputs: list[Tensor], names: dict[int, str]) -> set[str]:
+    """The names of the parameters in the graph of some tensors. names: by id."""
+    seen, found = set(), set()
+    # A tensor that is a parameter itself has no node.
+    left = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)  # of AccumulateGrad
+        name = names.get(id(leaf))
+        if name is not None:
+            found.add(name)
+        left += [following for following, _ in node.next_functions if following is not None]
+    return found
+
+
+def _settings(model: nn.Module) -> dict[str, Any]:
+    """Numbers, words and truth values that the modules of a model hold as attributes; states of generators too."""
+    found: dict[str, Any] = {}
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            place = f"{prefix}.{name}" if prefix else name
+            if isinstance(value, SETTINGS):
+                found[place] = value
+            elif isinstance(value, random.Random):
+                found[place] = value.getstate()
+            elif isinstance(value, np.random.Generator):
+                found[place] = repr(value.bit_generator.state)
+    return found
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[Callable[[], bool]]:
+    """Inside, random numbers are the same on all ranks; afterwards the states of torch, Python and NumPy are as before.
+
+    Yields a function that tells whether Python's or NumPy's numbers were drawn.
+    """
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    random.seed(SEED)
+    np.random.seed(SEED)
+    first_of_python, first_of_numpy = random.getstate(), np.random.get_state()
+
+    def drawn() -> bool:
+        is_python_same = random.getstate() == first_of_python
+        is_numpy_same = repr(np.random.get_state()) == repr(first_of_numpy)
+        return not (is_python_same and is_numpy_same)
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        try:
+            yield drawn
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
