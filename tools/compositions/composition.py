@@ -1,0 +1,136 @@
+"""A composition of options: what is trained, in which layout, and in which other one it goes on."""
+
+import math
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from tools.compositions.choices import DP, OWN_NUMBERS, Choice, keys_of_layouts, words_of
+from tools.instruments.rank_case import build_case
+from tools.instruments.team import Case
+from tools.planner.layouts import script_of
+from utils.errors import UsageError
+from utils.layout import tile_counts
+
+MOST_RANKS = 4  # of a composition: more would only wait for one another on few cores
+# Halves of the range of float32, by a word in a value: bf16 and fp16 round coarsely, fp8 more so.
+COARSE = ("bf16", "fp16", "fp8")
+# A step of it takes milliseconds; heads, blocks, patches and samples can be shared by two and by four.
+TINY = (
+    "--yaml_config=config/ViT.yaml", "--config=quick", "--device=cpu", "--img_size", "16", "32", "--patch_size=4",
+    "--embed_dim=16", "--depth=2", "--num_heads=4", "--mlp_ratio=2", "--n_in_channels=3", "--n_out_channels=3",
+    "--global_batch_size=8", "--num_iters=12", "--warmup=2", "--sync_batchnorm",
+)  # fmt: skip
+SPLITS = ("tensor_parallel", "context_parallel", "pipeline_parallel")
+
+
+class TooManyRanks(UsageError):
+    """A composition that needs more ranks than are tried."""
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Choices beside a base of options. then: those of the layout that goes on from a checkpoint, or None."""
+
+    choices: tuple[Choice, ...]
+    then: tuple[Choice, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        """The choices, in words."""
+        text = " ".join(choice.name for choice in self.choices) or "nothing"
+        if self.then is None:
+            return text
+        return f"{text}, resumed with {' '.join(choice.name for choice in self.then) or 'one device'}"
+
+    @property
+    def size(self) -> int:
+        """Number of choices."""
+        return len(self.choices) + len(self.then or ())
+
+    def smaller(self) -> Iterator["Composition"]:
+        """The compositions that lack one choice, or the stop and resume."""
+        if self.then is not None:
+            yield replace(self, then=None)
+        for choice in self.choices:
+            yield replace(self, choices=tuple(other for other in self.choices if other != choice))
+        for choice in self.then or ():
+            yield replace(self, then=tuple(other for other in self.then or () if other != choice))
+
+    def pairs(self) -> set[frozenset[str]]:
+        """The pairs of choices that stand in it together."""
+        names = [choice.name for choice in self.choices]
+        return {frozenset(pair) for pair in combinations(names, 2)}
+
+    def holds(self, other: "Composition") -> bool:
+        """Tell whether all choices of another one are in this one."""
+        resumes_as_well = other.then is None or (self.then is not None and set(other.then) <= set(self.then))
+        return resumes_as_well and set(other.choices) <= set(self.choices)
+
+
+def settings_of(choices: Iterable[Choice]) -> dict[str, Any]:
+    """{key: value} of some choices together; what one brings along gives way to another's own."""
+    settings: dict[str, Any] = {}
+    for choice in choices:
+        settings |= choice.settings
+    for choice in choices:
+        settings[choice.key] = choice.settings[choice.key]
+    return settings
+
+
+def ranks_of(settings: dict[str, Any]) -> int:
+    """The ranks that some settings need. Raises UsageError for sizes that are none."""
+    rows, columns = tile_counts(settings.get("domain_parallel", 1))
+    others = [int(settings.get(key, 1)) for key in SPLITS]
+    return math.prod([settings.get(DP, 1), rows, columns, *others])
+
+
+class Base:
+    """The options that all compositions share. given: words of a command line, beside those of a tiny run."""
+
+    def __init__(self, given: Sequence[str]):
+        self.given = list(given)
+        self.words = [*TINY, *given]
+        self.config = build_case("base", "train.py", self.words, 1).config
+
+    def case(self, choices: Sequence[Choice], name: str = "composition") -> Case:
+        """The case of some choices, as the command of its script has it. Raises UsageError where it is refused."""
+        settings = settings_of(choices)
+        ranks = ranks_of(settings)
+        if ranks > MOST_RANKS:
+            raise TooManyRanks(f"{ranks} ranks: at most {MOST_RANKS} are tried")
+        return build_case(name, script_of(settings), [*self.words, *words_of(settings)], ranks)
+
+    def reference(self, choices: Iterable[Choice]) -> Case:
+        """The case of one device with the same options, but those that say how work is shared."""
+        of_layouts = {DP, *keys_of_layouts()}
+        settings = {key: value for key, value in settings_of(list(choices)).items() if key not in of_layouts}
+        return build_case("one device", "train.py", [*self.words, *words_of(settings)], 1)
+
+    def resumed(self, composition: Composition) -> list[Choice]:
+        """The choices of the layout that goes on: its own, and those of the first that change the numbers."""
+        of_layouts = {DP, *keys_of_layouts()}
+        kept = [choice for choice in composition.choices if choice.key not in of_layouts]
+        return [*kept, *(composition.then or ())]
+
+    def command(self, composition: Composition) -> str:
+        """The command line that runs one composition again."""
+        settings = settings_of(composition.choices)
+        words = ["python", "plan.py", "check", "--all", f"--ranks={ranks_of(settings)}"]
+        if composition.then is not None:
+            others = settings_of(composition.then)
+            words.append(f"--then={shlex.join([f'--ranks={ranks_of(others)}', *words_of(others)])}")
+        return shlex.join([*words, *self.given, *words_of(settings)])
+
+
+def is_coarse(choices: Iterable[Choice]) -> bool:
+    """Tell whether some choices compute or send in half precision."""
+    return any(value in COARSE for value in settings_of(list(choices)).values() if isinstance(value, str))
+
+
+def has_own_numbers(choices: Iterable[Choice]) -> bool:
+    """Tell whether each layout trains with numbers of its own."""
+    settings = settings_of(list(choices))
+    return any(settings.get(key, value) != value for key, value in OWN_NUMBERS.items())
