@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import cache
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from distributed.data_parallel import DataParallelOptions, data_parallel
 from distributed.parallel_model import transform_forward
+from networks import neighborhood
 from networks.vit import Attention
 from tools.instruments.tracker import Message, Operation, Tracker, phases_of
 from tools.planner.cuda_autocast import CudaAutocast
@@ -99,6 +101,8 @@ def _trace(config, layout, rank, device_type):
     device = torch.device("cpu")  # the only one whose fake tensors have a backward pass
     autocast = CudaAutocast(AMP_DTYPES.get(config.amp_mode)) if device_type != "cpu" else None
     with fake_rank(layout, rank, device_type) as fake, values_are_zero(), ExitStack() as stack:
+        # A run keeps these indices from the first block that needs them on, but not those of tensors without data.
+        stack.enter_context(patch.object(neighborhood, "_tiles", cache(neighborhood._tiles)))
         if autocast:  # one context of all stages: copies of parameters in low precision are made once
             stack.enter_context(autocast.ahead_of_collectives())
             stack.enter_context(patch.object(TrainingStep, "autocast", lambda _: autocast))
