@@ -18,6 +18,7 @@ from utils.schema import Config, keys_that_affect
 
 DP = "dp"  # a choice that is no key: how many ranks the other dimensions of the mesh leave
 DP_SIZES = (2, 4)
+MESH = (DP, "tensor_parallel", "context_parallel", "pipeline_parallel", "domain_parallel")
 SMALL_NUMBER = 16  # up to here a whole number is doubled; a larger one becomes 2
 # Text, lists and mappings: a type does not say what they may be. A choice may bring along what it needs.
 EXAMPLES: dict[str, list[Any]] = {
@@ -75,8 +76,8 @@ def keys_that_take_part() -> list[str]:
 
 
 def keys_of_layouts() -> list[str]:
-    """The keys that change how work is shared, not the numbers: one device has them at their defaults."""
-    return keys_that_affect("layout", "speed")
+    """The keys, and DP, that say how work is shared, not which numbers come out: one device goes without them."""
+    return [DP, *keys_that_affect("layout", "speed")]
 
 
 def keys_without_values(base: Config) -> list[str]:

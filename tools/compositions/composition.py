@@ -105,13 +105,13 @@ class Base:
 
     def reference(self, choices: Iterable[Choice]) -> Case:
         """The case of one device with the same options, but those that say how work is shared."""
-        of_layouts = {DP, *keys_of_layouts()}
+        of_layouts = keys_of_layouts()
         settings = {key: value for key, value in settings_of(list(choices)).items() if key not in of_layouts}
         return build_case("one device", "train.py", [*self.words, *words_of(settings)], 1)
 
     def resumed(self, composition: Composition) -> list[Choice]:
         """The choices of the layout that goes on: its own, and those of the first that change the numbers."""
-        of_layouts = {DP, *keys_of_layouts()}
+        of_layouts = keys_of_layouts()
         kept = [choice for choice in composition.choices if choice.key not in of_layouts]
         return [*kept, *(composition.then or ())]
 

@@ -9,13 +9,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from tools.compositions.choices import Choice, keys_of_layouts
+from tools.compositions.choices import MESH, Choice, keys_of_layouts
 from tools.compositions.composition import Base, Composition, TooManyRanks
 from utils.errors import UsageError
+from utils.schema import keys_that_affect
 
 LEAST, MOST = 2, 6  # choices
 TRIES = 12  # to make a refused pair legal by further choices, such as a strategy that a key belongs to
 SHARE_RESUMED = 0.35  # of the compositions
+SHARE_OF_SEVERAL_RANKS = 0.9  # at least
 
 
 class Draws:
@@ -26,13 +28,13 @@ class Draws:
 
     def __init__(self, base: Base, choices: Sequence[Choice], seed: int):
         self.base, self.choices, self.chance = base, list(choices), random.Random(seed)
-        of_layouts = {"dp", *keys_of_layouts()}
-        self.of_layouts = [choice for choice in self.choices if choice.key in of_layouts]
+        self.of_layouts = [choice for choice in self.choices if choice.key in keys_of_layouts()]
+        self.of_mesh = [choice for choice in self.choices if choice.key in MESH]
         self.pairs: list[tuple[Choice, Choice]] = []
         for first, second in combinations(self.choices, 2):
             if first.key != second.key:
                 self.pairs.append((first, second))
-        self.chance.shuffle(self.pairs)
+        self._shuffle()
         self.uncovered = {frozenset((a.name, b.name)) for a, b in self.pairs}
         self.illegal: set[frozenset[str]] = set()
         self.refusals = Counter[str]()
@@ -45,8 +47,14 @@ class Draws:
                 if composition := self._around(pair):
                     yield composition
             # All pairs are covered: they are drawn once more, among others.
-            self.chance.shuffle(self.pairs)
+            self._shuffle()
             self.uncovered = {frozenset((a.name, b.name)) for a, b in self.pairs} - self.illegal
+
+    def _shuffle(self) -> None:
+        """Put the pairs in a new order, those in front that say twice how work is shared: most mistakes are there."""
+        self.chance.shuffle(self.pairs)
+        shares_work = {*MESH, *keys_that_affect("layout")}
+        self.pairs.sort(key=lambda pair: -sum(choice.key in shares_work for choice in pair))
 
     def _around(self, pair: tuple[Choice, Choice]) -> Composition | None:
         """A legal composition with a pair in it; None where none was found."""
@@ -57,7 +65,13 @@ class Draws:
             self.illegal.add(name)
             return None
         size = self.chance.randint(LEAST, MOST)
-        for other in self.chance.sample(self.choices, 3 * MOST):
+        others = self.chance.sample(self.choices, 3 * MOST)
+        if not any(choice.key in MESH for choice in chosen) and self.chance.random() < SHARE_OF_SEVERAL_RANKS:
+            others = [
+                *self.chance.sample(self.of_mesh, len(self.of_mesh)),
+                *others,
+            ]  # else one rank is compared with one
+        for other in others:
             is_new = all(other.key not in choice.settings for choice in chosen)
             if len(chosen) < size and is_new and self._is_legal([*chosen, other]):
                 chosen.append(other)

@@ -18,16 +18,16 @@ from tools.compositions.composition import Base, Composition, TooManyRanks, has_
 from tools.compositions.trial import HALF, STEPS, Outcome, Trial, try_out
 from tools.instruments.pool import NoAnswer, OutOfMemory, Pool, Process, RanksFailed
 from tools.instruments.team import Case, Teams
-from tools.planner.trace import trace_step
+from tools.planner.trace import is_exact, trace_step
 from tools.planner.validate import counts
 from utils.errors import UsageError, first_line
-from utils.schema import Config
 
 PRELOADED = ["tools.compositions.judge", "tools.layout_check.check", "torch.distributed.pipelining", "torch._dynamo"]
 MESHES = 10  # of a team; each leaves threads of its groups behind, so a new team follows
 HANG_SECONDS = 120  # without an answer
 EQUAL, REFUSED, FINDING = "equal", "refused", "finding"
 FINE = {"losses": 1e-8, "norms": 1e-7, "validation": 1e-8}  # relative, in float64
+NUMBERS = (*FINE, "replicas")  # kinds of findings that one mistake may lead to
 ROUGH = {"losses": 2e-2, "norms": 2e-1, "validation": 3e-2}  # where some options round to half precision
 Counts = list[Counter[Any]]
 
@@ -45,15 +45,21 @@ class Verdict:
 
 
 class Judge(AbstractContextManager):
-    """It keeps the ranks, the references, and the plans. base: the options that all compositions share."""
+    """It keeps the ranks, the references, and the process that plans.
 
-    def __init__(self, base: Base, patience: float = HANG_SECONDS):
-        self.base = base
+    base: the options that all compositions share. patience: seconds for an answer of the ranks. teams: that run the
+    trials; by default those that are made here. plans: whether ranks are held against their plan.
+    """
+
+    def __init__(self, base: Base, patience: float = HANG_SECONDS, teams: Any = None, plans: bool = True):
+        self.base, self.plans = base, plans
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         config = base.config.model_copy(update={"comm_timeout": max(1, int(patience))})
         self.opened = ExitStack()
-        self.teams = self.opened.enter_context(Teams(config, patience=patience, context=context, tells=False))
+        if teams is None:
+            teams = self.opened.enter_context(Teams(config, patience=patience, context=context, tells=False))
+        self.teams = teams
         self.planner = self.opened.enter_context(Pool(context, name="planner"))
         self.patience = patience
         self.folder = Path(self.opened.enter_context(tempfile.TemporaryDirectory()))
@@ -84,7 +90,7 @@ class Judge(AbstractContextManager):
         is_own = has_own_numbers(choices)
         tolerances = FINE if wide else ROUGH
         is_stopped = then is not None
-        counting = Planning(self, case, wide) if is_planned(case.config) else None
+        counting = Planning(self, case, wide) if self.plans and is_exact(case.config) else None
         stop = HALF if is_stopped else STEPS
         first = Trial(case, 0, stop, wide, self.folder, saves=is_stopped, counts=counting is not None)
         outcomes = self.run(first)
@@ -168,11 +174,17 @@ class Planning:
         ranks = sorted({0, int(layout.groups("pp")[0][-1])})  # those that are traced
         problems = []
         for rank, plan in zip(ranks, found, strict=True):
-            real = outcomes[rank].counted or Counter()
-            for key in real | plan:
-                if real[key] != plan[key]:
-                    problems.append(f"{real[key]} {words_of_count(key)} planned as {plan[key]}")
-        return Verdict(FINDING, "plan", "; ".join(problems[:3])) if problems else None
+            problems += unplanned(outcomes[rank].counted or Counter(), plan)
+        return Verdict(FINDING, "plan", "; ".join(problems[:6])) if problems else None
+
+
+def unplanned(counted: Counter[Any], plan: Counter[Any]) -> list[str]:
+    """What a rank has counted otherwise than planned, in words."""
+    problems = []
+    for key in counted | plan:
+        if counted[key] != plan[key]:
+            problems.append(f"{counted[key]} {words_of_count(key)} planned as {plan[key]}")
+    return problems
 
 
 def words_of_count(key: Any) -> str:
@@ -190,11 +202,6 @@ def planned_counts(_: Process, case: Case, wide: bool) -> Counts:
         return [counts(trace) for trace in trace_step(case.config, case.layout, "cpu")]
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def is_planned(config: Config) -> bool:
-    """Tell whether a plan counts the same operations as a run: those of a compiled graph are others."""
-    return not config.enable_jit and not config.enable_cuda_graphs
 
 
 def faults(
@@ -216,9 +223,6 @@ def faults(
             return Verdict(FINDING, "losses", f"not finite: {first.losses}, validation {first.validation}")
     if is_own:
         return None
-    if first.apart:
-        more = f" and {len(first.apart) - 1} more" if len(first.apart) > 1 else ""
-        return Verdict(FINDING, "replicas", f"ranks hold other copies of {first.apart[0]}{more}")
     measured = {"losses": first.losses, "norms": first.norms}
     expected = {"losses": wanted.losses[start:stop], "norms": wanted.norms[start:stop]}
     if stop == STEPS:
@@ -229,6 +233,9 @@ def faults(
             if error > tolerances[name]:
                 step = f" of step {number}" if name != "validation" else ""
                 return Verdict(FINDING, name, f"{name}{step} {value:.9g} in place of {right:.9g}, by {error:.1e}")
+    if first.apart:
+        more = f" and {len(first.apart) - 1} more" if len(first.apart) > 1 else ""
+        return Verdict(FINDING, "replicas", f"ranks hold other copies of {first.apart[0]}{more}")
     return None
 
 

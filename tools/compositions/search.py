@@ -18,9 +18,9 @@ from tools.compositions.choices import (
     all_choices,
     keys_without_values,
 )
-from tools.compositions.composition import Base, Composition, TooManyRanks
+from tools.compositions.composition import Base, Composition, TooManyRanks, ranks_of
 from tools.compositions.drawing import Draws
-from tools.compositions.judge import EQUAL, FINDING, HANG_SECONDS, REFUSED, Judge, Verdict
+from tools.compositions.judge import EQUAL, FINDING, HANG_SECONDS, NUMBERS, REFUSED, Judge, Verdict
 from tools.planner.layouts import SPLITS
 from utils.config import parse_command_line
 from utils.errors import ArgumentParser, UsageError, real, whole
@@ -142,13 +142,12 @@ def shrink(composition: Composition, verdict: Verdict, judge: Judge) -> tuple[Co
 
 def is_same_kind(found: str, before: str) -> bool:
     """Tell whether two findings are of one kind: numbers that differ, or the same other one."""
-    numbers = ("losses", "norms", "validation")
     kinds = [kind.removeprefix("resumed: ") for kind in (found, before)]
-    return kinds[0] == kinds[1] or all(kind in numbers for kind in kinds)
+    return kinds[0] == kinds[1] or all(kind in NUMBERS for kind in kinds)
 
 
-def named_composition(ranks: int, words: Sequence[str], then: str | None) -> tuple[list[str], Composition]:
-    """The composition of one command, and the words that are no choices of it."""
+def named_composition(ranks: int, words: Sequence[str], then: str | None) -> Composition:
+    """The composition that a command names."""
     choices = choices_of(ranks, words)
     others = None
     if then is not None:
@@ -156,7 +155,7 @@ def named_composition(ranks: int, words: Sequence[str], then: str | None) -> tup
         parser.add_argument("--ranks", type=whole(1, 64), default=1)
         known, rest = parser.parse_known_args(shlex.split(then))
         others = tuple(choices_of(known.ranks, rest))
-    return [], Composition(tuple(choices), others)
+    return Composition(tuple(choices), others)
 
 
 def choices_of(ranks: int, words: Sequence[str]) -> list[Choice]:
@@ -171,8 +170,6 @@ def choices_of(ranks: int, words: Sequence[str]) -> list[Choice]:
 
 def choices_of_ranks(ranks: int, options: dict[str, Any]) -> Iterator[Choice]:
     """The choice of DP that leaves so many ranks to the other dimensions of the mesh."""
-    from tools.compositions.composition import ranks_of
-
     others = ranks_of({key: options[key] for key in SPLITS if key in options})
     if ranks % others:
         raise UsageError(f"--ranks {ranks}: not a multiple of the {others} that the other dimensions have")
@@ -219,7 +216,7 @@ def main(argv: Sequence[str]) -> int:
 def run_one(report: Report, options: argparse.Namespace, words: Sequence[str]) -> None:
     """Run the composition that a command names, and put what comes out into a report."""
     base = Base([])
-    _, composition = named_composition(options.ranks, words, options.then)
+    composition = named_composition(options.ranks, words, options.then)
     with Judge(base, options.patience) as judge:
         verdict = judge.judge(composition)
     report.results[verdict.result] += 1

@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,7 +72,7 @@ def try_out(rank: Process, trial: Trial) -> Outcome:
     dtype = torch.float64 if trial.wide else torch.float32
     torch.set_default_dtype(dtype)
     try:
-        with quick_compilation():
+        with quick_compilation(), warnings.catch_warnings(action="ignore"):  # those of torch, many times over
             return train(rank, trial)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -113,7 +114,8 @@ def train(rank: Process, trial: Trial) -> Outcome:
         step.measures_norm = False
         for hook in hooks:  # its messages are not those of a run
             hook.remove()
-        outcome.counted = counts(measured(step, *batch))  # of one more step
+        step(trial.stop, *batch)  # the validation has left parameters gathered
+        outcome.counted = counts(measured(step, *batch))
     return outcome
 
 

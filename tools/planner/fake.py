@@ -194,7 +194,7 @@ class Replica(nn.Module):
 
     @torch.no_grad()
     def _collect(self, parameter):
-        bucket, view = self.bucket_of[parameter]
+        _, view = self.bucket_of[parameter]
         if storage_id(parameter.grad) != storage_id(view):
             parameter.grad = view.copy_(parameter.grad)
         if not self.wanted:

@@ -77,6 +77,11 @@ def trace_step(config: Config, layout: Layout, device_type: str = "cuda") -> lis
     return [_deep(config, layout, int(rank), device_type) for rank in sorted({0, layout.groups("pp")[0][-1]})]
 
 
+def is_exact(config: Config) -> bool:
+    """Tell whether a trace has all operations of a run: compiled code and 8-bit products have others, see _trace."""
+    return not config.enable_jit and not config.enable_cuda_graphs and config.amp_mode != "fp8"
+
+
 def _deep(config, layout, rank, device_type):
     stages = layout.pp * (2 if layout.pp > 1 and config.pp_schedule == "interleaved" else 1)
     unit = stages * (config.checkpointing_interval if config.activation_checkpointing != "none" else 1)
