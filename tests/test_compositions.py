@@ -190,10 +190,10 @@ def test_the_report_is_json_and_text_and_the_status_says_whether_something_was_f
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--then", "--ranks=2"], "--then belongs to --ranks"),
+        (["--then=--ranks=2"], "--then belongs to --ranks"),
         (["--ranks=3", "--tensor_parallel=2"], "--ranks 3: not a multiple of the 2"),
         (["--minutes=-1"], "-1 is not within 0 to"),
-        (["--model=vitt"], "model 'vitt' (did you mean 'vit'?)"),
+        (["--model=vitt"], "model 'vitt' .did you mean 'vit'"),
     ],
 )
 def test_what_cannot_be_searched_is_one_line(words, line):

@@ -11,6 +11,7 @@ import plan
 from tests.support.layout_faults import FAULTS, patched
 from tests.support.layout_parity import compare_in_double, ranks_and_options, record_in_double
 from tests.support.refusals import refusal
+from tests.support.step_faults import MORE_FAULTS
 from tools.instruments.rank_case import words_of_name
 from tools.layout_check.differences import TOLERANCES, largest_of_stage, scale_of
 from tools.layout_check.recording import GRADIENT
@@ -18,6 +19,7 @@ from tools.planner.validate import build_cases
 from utils import comm
 from utils.data_loader import BatchLoader
 
+ALL_FAULTS = FAULTS | MORE_FAULTS
 LAYOUTS = [
     "dp4,data_parallel=hsdp,dp_shard=2", "tp2xcp2,sequence_parallel", "pp2xdp2", "domain2xtp2,data_parallel=fsdp",
     "domain2x3",
@@ -25,7 +27,7 @@ LAYOUTS = [
 
 
 def compare_faulty(config, file, fault):
-    return compare_in_double(config, file, FAULTS[fault].plant)
+    return compare_in_double(config, file, ALL_FAULTS[fault].plant)
 
 
 def compare_read(config, file, fault):
@@ -39,16 +41,34 @@ def compare_read(config, file, fault):
     return compare_in_double(config, file, plant, read_data=True)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_named(ranks, tiny_config, tmp_path, fault):
-    _, layout, stage, name, cause, shared = FAULTS[fault]
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    """Call with a config to get the file of what one device computes, which is done once for all faults."""
+    folder, files = tmp_path_factory.mktemp("one-device"), {}
+
+    def file_of(config):
+        key = repr(config.model_copy(update={"expdir": ""}))
+        if key not in files:
+            files[key] = folder / str(len(files)) / "one.pt"
+            files[key].parent.mkdir()
+            record_in_double(config, files[key])
+        return files[key]
+
+    return file_of
+
+
+@pytest.mark.parametrize("fault", ALL_FAULTS)
+def test_a_planted_fault_is_named(ranks, tiny_config, one_device, fault):
+    _, layout, stage, name, cause, shared = ALL_FAULTS[fault]
     size, options = ranks_and_options(layout)
-    record_in_double(tiny_config(**shared), tmp_path / "one.pt")
-    of_ranks = ranks(size, compare_faulty, tiny_config(**shared | options), tmp_path / "one.pt", fault)
-    result = of_ranks[0]
+    file = one_device(tiny_config(**shared | {"gradient_accumulation": 1}))
+    result = ranks(size, compare_faulty, tiny_config(**shared | options), file, fault)[0]
     assert result.stage == stage, result
     assert re.search(name, result.name) and re.search(cause, result.cause), result
-    assert len(FAULTS) >= 24
+
+
+def test_there_are_sixty_faults():
+    assert len(ALL_FAULTS) >= 60 and not FAULTS.keys() & MORE_FAULTS.keys()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -8,8 +8,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from distributed.parallel_model import ParallelModel
-from tests.support.layout_faults import after, identity, on_rank_1, patched
+from tests.support.layout_faults import after, forgotten_moments, identity, on_rank_1, patched
 from tools.compositions import judge
+from tools.compositions import trial as trial_module
 from tools.compositions.choices import Choice
 from tools.compositions.composition import Base, Composition
 from tools.compositions.trial import try_out
@@ -44,7 +45,7 @@ PLANTS = {
     "a rank has gradients of its own": after(ParallelModel, "finish_gradients", on_rank_1(halved)),
     "sharded ranks ignore clip_grad_norm": clip_unless_sharded,
     "an average is not updated": patched("training.averaged_weights.AveragedWeights.update", lambda *_: None),
-    "no moments are read back": patched("tools.layout_check.saving.restore_state", lambda *_: None),
+    "no moments are read back": after(trial_module, "load_state", lambda step, _: forgotten_moments(step.optimizer)),
     "an error on all ranks": patched("distributed.data_parallel.replicate", fails),
 }
 

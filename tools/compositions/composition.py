@@ -11,6 +11,7 @@ from tools.compositions.choices import DP, OWN_NUMBERS, Choice, keys_of_layouts,
 from tools.instruments.rank_case import build_case
 from tools.instruments.team import Case
 from tools.planner.layouts import script_of
+from training.tasks import build_task
 from utils.errors import UsageError
 from utils.layout import tile_counts
 
@@ -88,12 +89,16 @@ def ranks_of(settings: dict[str, Any]) -> int:
 
 
 class Base:
-    """The options that all compositions share. given: words of a command line, beside those of a tiny run."""
+    """The options that all compositions share. given: words of a command line, beside those of a tiny run.
+
+    Raises UsageError for options that are refused, and for a model that does not fit the task.
+    """
 
     def __init__(self, given: Sequence[str]):
         self.given = list(given)
         self.words = [*TINY, *given]
         self.config = build_case("base", "train.py", self.words, 1).config
+        build_task(self.config).check_model()
 
     def case(self, choices: Sequence[Choice], name: str = "composition") -> Case:
         """The case of some choices, as the command of its script has it. Raises UsageError where it is refused."""

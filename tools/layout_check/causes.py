@@ -12,7 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tools.layout_check.differences import coordinates, difference, is_of_numbers
-from tools.layout_check.recording import BATCH, BUFFERS, FORWARD, GRADIENT, INITIAL, UNREDUCED, Key, Record
+from tools.layout_check.recording import (
+    BATCH,
+    BUFFERS,
+    FORWARD,
+    GRADIENT,
+    INITIAL,
+    MOMENTS,
+    RELOADED,
+    UNREDUCED,
+    Key,
+    Record,
+)
 from utils import comm
 from utils.config import read_mappings
 from utils.schema import Config
@@ -113,20 +124,37 @@ def _of_pattern(apart: Apart) -> str:
         factor = _factor(apart.value, wanted, apart.limit)
     if any(comm.gather(is_beside)):
         return "only rows beside a cut differ: the halo that a rank borrows from its neighbours"
-    mean_is_right = stage == GRADIENT and is_together and _mean_is_right(apart)
+    has_other_samples = stage == FORWARD and apart.config.gradient_accumulation > 1 and _has_other_samples(apart)
+    if all(comm.gather(has_other_samples)):
+        return "micro-batches hold other samples than on one device, or in another order"
+    mean_is_right = stage == GRADIENT and is_together and not apart.is_of_some and _mean_is_right(apart)
     factors = comm.gather(factor)
     if (size := factors[first]) and not apart.is_of_some:
         is_alike = all(abs((factors[rank] or 0) - size) < 1e-6 for rank in apart.ranks)
-        if is_alike and (explained := _by_factor(size)):
+        if is_alike and (explained := _by_factor(size, apart.config.gradient_accumulation)):
             right = ": what a rank computes is right, its reduction is not" if mean_is_right else ""
             return explained + right
     if mean_is_right:
-        return f"the gradients of the ranks are right, but not averaged over {_group('dp_image')}"
-    if is_together and stage not in (BATCH, INITIAL) and len(set(comm.gather(apart.value.shape))) == 1:
+        samples = ", or micro-batches are left out" if apart.config.gradient_accumulation > 1 else ""
+        return f"the gradients of the ranks are right, but not averaged over {_group('dp_image')}{samples}"
+    is_computed = stage not in (BATCH, INITIAL, RELOADED, MOMENTS)
+    if is_together and is_computed and len(set(comm.gather(apart.value.shape))) == 1:
         for group in GROUPS:
             if all(apart.is_wanted(_summed(apart.value, group))):
                 return f"each rank has its part of a sum, which is not added up over {_group(group)}"
     return ""
+
+
+def _has_other_samples(apart: Apart) -> bool:
+    """Tell whether the samples of this rank's output are right ones in another order."""
+    value, wanted = apart.value, apart.wanted
+    if wanted is None or value.shape != wanted.shape or value.dim() == 0:
+        return False
+    for sample in value:
+        largest = difference(sample.expand_as(wanted), wanted).flatten(1).amax(1)
+        if not (largest <= apart.limit).any():
+            return False
+    return True
 
 
 def _mean_is_right(apart: Apart) -> bool:
@@ -191,15 +219,18 @@ def _is_beside_cuts(apart: Tensor) -> bool:
     return False
 
 
-def _by_factor(factor: float) -> str:
-    """Explain a constant factor by the size of a group of ranks."""
+def _by_factor(factor: float, micro_batches: int) -> str:
+    """Explain a constant factor by the size of a group of ranks, or by the number of micro-batches."""
     for size, what in (
         (factor, "{} times what it should be: reduced twice, or a sum where a mean belongs, over {}"),
         (1 / factor, "1/{} of what it should be: a mean where a sum belongs, or divided twice, over {}"),
     ):
-        names = [name for name in SIZES if comm.get_size(name) > 1 and abs(size - comm.get_size(name)) < 1e-3]
+        groups = [name for name in SIZES if comm.get_size(name) > 1 and abs(size - comm.get_size(name)) < 1e-3]
+        names = [_group(name) for name in groups]
+        if micro_batches > 1 and abs(size - micro_batches) < 1e-3:
+            names.append(f"the micro-batches ({micro_batches})")
         if names:
-            return what.format(round(size), " or ".join(map(_group, names)))
+            return what.format(round(size), " or ".join(names))
     return ""
 
 

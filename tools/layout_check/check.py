@@ -117,7 +117,8 @@ def compare(rank: Process, case: Case, file: Path, dtype: str, read_data: bool =
         untied = "one device has no such weight: a weight that several layers share has come apart"
         return Result(case.name, math.inf, *extra[0], ranks=range(comm.world_size()), cause=untied)
     largest = max(max(of_rank.values(), default=0.0) for of_rank in seen)
-    result = Result(case.name, largest, skipped=not_compared(ordered, set().union(*seen)), unsaved=training.unsaved)
+    compared = set().union(*seen)
+    result = Result(case.name, largest, skipped=not_compared(ordered, compared), unsaved=training.unsaved)
     for key in ordered:
         of_key = [of_rank.get(key, 0.0) for of_rank in seen]
         if max(of_key) <= tolerance:
