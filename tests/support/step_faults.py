@@ -234,7 +234,8 @@ MORE_FAULTS = {
         instead(step.TrainingStep, "loss", lambda loss, *_: loss * 4), "dp2",
         "loss", r"of step 1", r"micro-batches \(4\)", {"gradient_accumulation": 4, "global_batch_size": 8}),
     "dp: the last micro-batch alone": Fault(
-        gradients_of_the_last_micro_batch, "dp2", "gradient", r"head.proj.bias", r"micro-batches are left out", ACCUMULATED),
+        gradients_of_the_last_micro_batch, "dp2",
+        "gradient", r"head.proj.bias", r"micro-batches are left out", ACCUMULATED),
     "dp: micro-batches of other samples": Fault(
         swapped_micro_batches, "dp2", "forward pass", r"^0$", r"micro-batches hold other samples", SYNCHRONIZED | {
             "gradient_accumulation": 2}),

@@ -138,7 +138,7 @@ def _of_pattern(apart: Apart) -> str:
         samples = ", or micro-batches are left out" if apart.config.gradient_accumulation > 1 else ""
         return f"the gradients of the ranks are right, but not averaged over {_group('dp_image')}{samples}"
     is_computed = stage not in (BATCH, INITIAL, RELOADED, MOMENTS)
-    if is_together and is_computed and len(set(comm.gather(apart.value.shape))) == 1:
+    if is_together and is_computed and not apart.is_of_some and len(set(comm.gather(apart.value.shape))) == 1:
         for group in GROUPS:
             if all(apart.is_wanted(_summed(apart.value, group))):
                 return f"each rank has its part of a sum, which is not added up over {_group(group)}"
