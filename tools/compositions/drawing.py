@@ -73,6 +73,7 @@ class Draws:
             ]  # else one rank is compared with one
         for other in others:
             is_new = all(other.key not in choice.settings for choice in chosen)
+            # A refused choice is passed over, so that most of what is drawn can run.
             if len(chosen) < size and is_new and self._is_legal([*chosen, other]):
                 chosen.append(other)
         then = self._other_layout(chosen) if self.chance.random() < SHARE_RESUMED else None
@@ -104,6 +105,7 @@ class Draws:
 
     def _other_layout(self, chosen: Sequence[Choice]) -> tuple[Choice, ...] | None:
         """The choices of another layout that can go on with the numbers of some choices; None where none was found."""
+        # A checkpoint goes on with its numbers: they stay, and the layout is another.
         numbers = [choice for choice in chosen if choice not in self.of_layouts]
         for _ in range(TRIES):
             others = self.chance.sample(self.of_layouts, self.chance.randint(0, 2))

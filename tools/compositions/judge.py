@@ -16,7 +16,7 @@ import torch
 
 from tools.compositions.composition import Base, Composition, TooManyRanks, has_own_numbers, is_coarse
 from tools.compositions.trial import HALF, STEPS, Outcome, Trial, try_out
-from tools.instruments.pool import NoAnswer, OutOfMemory, Pool, Process, RanksFailed
+from tools.instruments.pool import NoAnswer, OutOfMemory, Pool, Process, RankError, RanksFailed
 from tools.instruments.team import Case, Teams
 from tools.planner.trace import is_exact, trace_step
 from tools.planner.validate import counts
@@ -81,6 +81,7 @@ class Judge(AbstractContextManager):
             raise
         except UsageError as refusal:
             return Verdict(REFUSED, text=first_line(refusal))
+        # Half precision would drown every other difference, so all else is compared in float64.
         wide = not is_coarse([*choices, *(composition.then or ())])
         wanted = self.reference(reference, wide)
         if isinstance(wanted, Verdict):
@@ -90,6 +91,7 @@ class Judge(AbstractContextManager):
         is_own = has_own_numbers(choices)
         tolerances = FINE if wide else ROUGH
         is_stopped = then is not None
+        # The plan is traced by another process while the ranks train.
         counting = Planning(self, case, wide) if self.plans and is_exact(case.config) else None
         stop = HALF if is_stopped else STEPS
         first = Trial(case, 0, stop, wide, self.folder, saves=is_stopped, counts=counting is not None)
@@ -131,6 +133,7 @@ class Judge(AbstractContextManager):
         """The outcomes of all ranks; a finding where one fails by more than a UsageError, or does not answer."""
         size = trial.case.ranks
         seen = self.meshes.setdefault(size, set())
+        # Groups of processes are never given up: a team that has made many is replaced.
         if len(seen) == MESHES and trial.case.layout not in seen:
             self.teams.end(size)
             seen.clear()
@@ -143,9 +146,12 @@ class Judge(AbstractContextManager):
         except OutOfMemory as error:
             seen.clear()
             return Verdict(FINDING, "out of memory", first_line(error))
-        except UsageError as error:
+        except RankError as error:
             seen.clear()
             return Verdict(FINDING, "traceback", described(error))
+        except UsageError as error:  # in one line, but in a run that has begun
+            seen.clear()
+            return Verdict(FINDING, "late refusal", described(error))
 
 
 class Planning:
@@ -212,6 +218,7 @@ def faults(
     start, stop: the steps that they made. is_own: they have numbers of their own by design.
     """
     first = outcomes[0]
+    # Ranks that go on while another refuses would wait for it.
     refusals = [outcome.refused for outcome in outcomes]
     if any(refusals):
         if all(refusals):
@@ -223,6 +230,7 @@ def faults(
             return Verdict(FINDING, "losses", f"not finite: {first.losses}, validation {first.validation}")
     if is_own:
         return None
+    # Numbers first: copies that differ are often what wrong gradients lead to.
     measured = {"losses": first.losses, "norms": first.norms}
     expected = {"losses": wanted.losses[start:stop], "norms": wanted.norms[start:stop]}
     if stop == STEPS:

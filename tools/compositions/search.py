@@ -112,6 +112,7 @@ def note(report: Report, composition: Composition, verdict: Verdict, base: Base,
             known.seen += 1
             return
     smallest, why = shrink(composition, verdict, judge)
+    # Made small, it may turn out to be a known one.
     for known in report.findings:
         if known.verdict.kind == why.kind and known.composition == smallest:
             known.seen += 1
@@ -125,6 +126,7 @@ def shrink(composition: Composition, verdict: Verdict, judge: Judge) -> tuple[Co
     """Leave out one choice after the other, as long as the same kind of finding stays."""
     runs = itertools.count()
     is_smaller = True
+    # Each choice that is left out begins anew: what was needed beside it may not be needed any more.
     while is_smaller and next(runs) < MOST_SHRINKING:
         is_smaller = False
         for candidate in composition.smaller():

@@ -68,11 +68,11 @@ def try_out(rank: Process, trial: Trial) -> Outcome:
     if "frozen" not in rank.kept:  # what is imported need not be looked at again by each collection
         gc.freeze()
         rank.kept["frozen"] = True
-    use_mesh(rank, trial.case.layout)
     dtype = torch.float64 if trial.wide else torch.float32
     torch.set_default_dtype(dtype)
     try:
         with quick_compilation(), warnings.catch_warnings(action="ignore"):  # those of torch, many times over
+            use_mesh(rank, trial.case.layout)
             return train(rank, trial)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -92,13 +92,19 @@ def train(rank: Process, trial: Trial) -> Outcome:
     if trial.loads and folder:
         load_state(step, folder)
     hooks = []
-    if trial.wide:
+    if trial.wide:  # in half precision nothing is zero but for rounding
         model = step.parallel.model
         hooks.append(step.optimizer.register_step_pre_hook(lambda *_: drop_rounding(model)))
     step.measures_norm = True
     losses, norms, batch = [], [], None
     for i, batch in batches(step, trial.start, trial.stop):
-        losses.append(step(i, *batch).clone())
+        try:
+            loss = step(i, *batch)
+        except UsageError as refusal:
+            if i == trial.start and not trial.loads:  # the first operation that cannot be done
+                return Outcome(refused=str(refusal))
+            raise
+        losses.append(loss.clone())
         assert step.square is not None
         norms.append(step.square)
     assert batch is not None

@@ -33,6 +33,7 @@ SIZES = ("dp", "tp", "cp", "domain", "pp", "dp_image")  # by which a number may 
 CAUSES = "config/causes.yaml"
 LATER = "weights after a later step"
 RANDOM = "random numbers: each layout has other streams of them; without them (dropout 0) the rest can be compared"
+NARROW = 1e-5  # a relative error that rounding to float32 may lead to, in a comparison in float64
 COARSE = 2**-4  # the largest relative error that rounding to bfloat16 leads to, in a few steps
 SHOWN = 4  # names of buffers
 
@@ -82,6 +83,7 @@ def cause(apart: Apart) -> str:
     """The likely cause of a difference in words."""
     of_stages = read_mappings(CAUSES, "stages")
     of_stage = of_stages.get(apart.stage, of_stages[LATER])
+    # What was asked for comes first: patterns of rounding would be chance.
     found = _of_options(apart, of_stages["options"])
     # The sums below are of numbers: a mask or a counter is right or not.
     holds_numbers = apart.wanted is None or is_of_numbers(apart.wanted)
@@ -89,6 +91,7 @@ def cause(apart: Apart) -> str:
         found = _of_pattern(apart)
     if found:
         return found
+    # BatchNorm does not read its buffers in training: there the samples themselves are the cause.
     is_of_samples = not apart.is_of_some and apart.stage not in (BATCH, INITIAL) and "BatchNorm" not in apart.kind
     if is_of_samples and (names := _buffers_of_own_samples(apart.found)):
         return of_stages["options"]["buffers of own samples"].format(", ".join(names[:SHOWN]))
@@ -97,6 +100,9 @@ def cause(apart: Apart) -> str:
         if len(apart.ranks) > 1:
             who = f"ranks {', '.join(map(str, apart.ranks))} alone"
         return f"{who}: {of_stage['some'].format(apart.kind)}"
+    is_wide = torch.get_default_dtype() == torch.float64
+    if apart.stage == FORWARD and is_wide and apart.error < NARROW:
+        return of_stages["options"]["narrow"].format(apart.kind)
     if apart.stage == FORWARD and (found := _of_forward(apart.key[1], apart.kind)):
         return found
     return of_stage["all"].format(apart.kind)
@@ -174,6 +180,7 @@ def _buffers_of_own_samples(found: Record) -> list[str]:
         if stage == BUFFERS:
             raw = part.value.detach().cpu().contiguous().flatten().view(torch.uint8)
             digests[name] = hashlib.sha256(raw.numpy().tobytes()).digest()
+    # Ranks with another part of the image or of the weights may well have other buffers.
     place = {name: rank for name, rank in coordinates().items() if name != "dp"}
     of_ranks = comm.gather((place, digests))
     names = []

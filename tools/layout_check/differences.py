@@ -32,6 +32,7 @@ def errors_of(found: Record, wholes: Wholes) -> tuple[dict[Key, float], dict[Key
     All ranks call it together. wholes: the tensors of one device.
     """
     shapes = comm.gather((coordinates(), {key: part.shape for key, part in found.items()}))
+    # Of gradients the model's largest counts as well, see scale_of.
     scales = {stage: largest_of_stage(wholes, stage) for stage in (GRADIENT, CLIPPED)}
     errors: dict[Key, float] = {}
     wanted: dict[Key, Tensor] = {}
@@ -43,6 +44,7 @@ def errors_of(found: Record, wholes: Wholes) -> tuple[dict[Key, float], dict[Key
             continue
         wanted[key] = expected.to(part.value.device)
         apart = difference(part.value, wanted[key])
+        # A weight may go anywhere where its gradient is rounding: Adam divides the gradient by its size.
         if key[0] in UPDATES and (GRADIENT, key[1]) in wholes:
             gradient = wholes[GRADIENT, key[1]].abs()
             size = expected_part(key, part, gradient, shapes)
@@ -57,7 +59,7 @@ def difference(value: Tensor, wanted: Tensor) -> Tensor:
 
     Of truth values and whole numbers it is 0 or 1: they are the same, or not.
     """
-    same = value == wanted
+    same = value == wanted  # infinities too, whose difference would be no number
     if not is_of_numbers(value):
         return (~same).double()
     both_no_numbers = value.isnan() & wanted.isnan()
@@ -74,7 +76,7 @@ def size_of(tensor: Tensor) -> float:
     if not is_of_numbers(tensor):
         return 1.0
     sizes = tensor.abs()
-    finite = sizes[sizes.isfinite()]
+    finite = sizes[sizes.isfinite()]  # a mask of minus infinities has other numbers beside them
     largest = finite.max().item() if finite.numel() else 0.0
     return largest or 1.0
 
@@ -107,8 +109,9 @@ def is_trained(size: Tensor, gradient: Tensor, of_the_model: float) -> Tensor:
     size: of the gradient in the place of this rank's part. gradient: size of the whole tensor's.
     """
     eps = torch.finfo(size.dtype).eps
+    largest = size_of(gradient) if gradient.any() else 0.0
     # The factor keeps away from elements that were set to zero in one run alone (see recording.drop_rounding).
-    least = max(eps**0.5 * gradient.max().item(), 4 * rounding_of(size.dtype) * of_the_model)
+    least = max(eps**0.5 * largest, 4 * rounding_of(size.dtype) * of_the_model)
     return size > least
 
 

@@ -97,14 +97,14 @@ def record(config: Config, device: torch.device, read_data: bool = False, folder
             found[LOSS, "of step 1"] = Part(comm.all_reduce(loss) / comm.world_size())
         found |= weights(step, UPDATES[i])
     found |= {(BUFFERS, name): part_of_rank(buffer) for name, buffer in model.named_buffers()}
-    step.parallel.share_buffers()
+    step.parallel.share_buffers()  # as before a validation, or a checkpoint
     model.eval()
     with torch.no_grad():
         output = step.parallel.predict(x[:, : config.model_in_channels], config.n_out_channels)
     found[EVALUATION, "output"] = part_of_rank(output)
     unsaved = ""
     if folder:
-        fresh = build_wide_step(config, device)
+        fresh = build_wide_step(config, device)  # as a resumed run begins
         unsaved = why_not_saved(step, fresh, folder)
         if not unsaved:
             found |= state(fresh)
