@@ -20,7 +20,7 @@ DP = "dp"  # a choice that is no key: how many ranks the other dimensions of the
 DP_SIZES = (2, 4)
 MESH = (DP, "tensor_parallel", "context_parallel", "pipeline_parallel", "domain_parallel")
 SMALL_NUMBER = 16  # up to here a whole number is doubled; a larger one becomes 2
-# Text, lists and mappings: a type does not say what they may be. A choice may bring along what it needs.
+# What a type does not say: text, lists and mappings. A choice may bring along what it needs.
 EXAMPLES: dict[str, list[Any]] = {
     "task": ["classify", "transport"],
     "model": list(MODELS),
@@ -29,6 +29,7 @@ EXAMPLES: dict[str, list[Any]] = {
     "channel_weights": [{"u10": 0.1}],
     "rollout_schedule": [[[1, 2]]],
     "betas": [[0.8, 0.9]],
+    "clip_grad_norm": [0.01],  # below the norms of a tiny run, or nothing is clipped
     "domain_parallel": [2, 3, "2x2", "1x2"],
     "parallel_order": ["dp-pp-domain-cp-tp"],
 }

@@ -24,6 +24,7 @@ TINY = (
     "--embed_dim=16", "--depth=2", "--num_heads=4", "--mlp_ratio=2", "--n_in_channels=3", "--n_out_channels=3",
     "--global_batch_size=8", "--num_iters=12", "--warmup=2", "--sync_batchnorm",
 )  # fmt: skip
+STRATEGY = "data_parallel"
 SPLITS = ("tensor_parallel", "context_parallel", "pipeline_parallel")
 
 
@@ -111,7 +112,15 @@ class Base:
     def reference(self, choices: Iterable[Choice]) -> Case:
         """The case of one device with the same options, but those that say how work is shared."""
         of_layouts = keys_of_layouts()
-        settings = {key: value for key, value in settings_of(list(choices)).items() if key not in of_layouts}
+        all_settings = settings_of(list(choices))
+        settings = {key: value for key, value in all_settings.items() if key not in of_layouts}
+        try:
+            return build_case("one device", "train.py", [*self.words, *words_of(settings)], 1)
+        except UsageError:
+            if STRATEGY not in all_settings:
+                raise
+        # A key that belongs to a strategy is refused without it. On one device a strategy changes nothing.
+        settings[STRATEGY] = all_settings[STRATEGY]
         return build_case("one device", "train.py", [*self.words, *words_of(settings)], 1)
 
     def resumed(self, composition: Composition) -> list[Choice]:

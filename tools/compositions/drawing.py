@@ -51,10 +51,10 @@ class Draws:
             self.uncovered = {frozenset((a.name, b.name)) for a, b in self.pairs} - self.illegal
 
     def _shuffle(self) -> None:
-        """Put the pairs in a new order, those in front that say twice how work is shared: most mistakes are there."""
+        """Put the pairs in a new order, those in front that say how work is shared: most mistakes are there."""
         self.chance.shuffle(self.pairs)
         shares_work = {*MESH, *keys_that_affect("layout")}
-        self.pairs.sort(key=lambda pair: -sum(choice.key in shares_work for choice in pair))
+        self.pairs.sort(key=lambda pair: not any(choice.key in shares_work for choice in pair))
 
     def _around(self, pair: tuple[Choice, Choice]) -> Composition | None:
         """A legal composition with a pair in it; None where none was found."""

@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -68,6 +69,7 @@ def try_out(rank: Process, trial: Trial) -> Outcome:
     if "frozen" not in rank.kept:  # what is imported need not be looked at again by each collection
         gc.freeze()
         rank.kept["frozen"] = True
+        logging.getLogger("torch").setLevel(logging.ERROR)  # its advice on speed, for each of many trials
     dtype = torch.float64 if trial.wide else torch.float32
     torch.set_default_dtype(dtype)
     try:
