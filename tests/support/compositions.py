@@ -83,7 +83,8 @@ def choices(words):
     found = []
     for word in words.split():
         key, _, value = word.partition("=")
-        options = {"dp": int(value)} if key == "dp" else parse_command_line([f"--{word}"], None, "config/ViT.yaml")
+        given = ["--freeze", value] if key == "freeze" else [f"--{word}"]
+        options = {"dp": int(value)} if key == "dp" else parse_command_line(given, None, "config/ViT.yaml")
         found.append(Choice(word, {key: options[key]}))
     return tuple(found)
 

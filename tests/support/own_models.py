@@ -319,3 +319,15 @@ class Unsaved(BatchNormNet):
 
     def set_extra_state(self, state):
         assert state["version"] == 3
+
+
+class Unused(nn.Module):
+    """One of its layers is never called."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.first, self.spare = nn.Conv2d(in_channels, 8, 3, padding=1), nn.Linear(4, 4)
+        self.last = nn.Conv2d(8, out_channels, 1)
+
+    def forward(self, x):
+        return self.last(F.gelu(self.first(x)))

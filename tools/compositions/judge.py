@@ -5,6 +5,7 @@ import multiprocessing
 import re
 import tempfile
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -205,7 +206,8 @@ def planned_counts(_: Process, case: Case, wide: bool) -> Counts:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64 if wide else torch.float32)
     try:
-        return [counts(trace) for trace in trace_step(case.config, case.layout, "cpu")]
+        with warnings.catch_warnings(action="ignore"):  # those of torch, many times over
+            return [counts(trace) for trace in trace_step(case.config, case.layout, "cpu")]
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -149,8 +149,8 @@ class Replica(nn.Module):
     """A stand-in for DistributedDataParallel with the same memory and messages: the reducer in C++ needs data.
 
     Gradients are views into buckets, which stay allocated. A bucket is reduced when its last gradient is ready. After
-    the first step the buckets hold the parameters in the order in which their gradients became ready, behind those that
-    had none: a parameter without use is ready as soon as a backward pass begins.
+    the first step the buckets hold the parameters in the order in which their gradients became ready, and then those
+    that had none: a parameter without use is ready as soon as a backward pass begins.
     """
 
     def __init__(self, module: nn.Module, options: DataParallelOptions, device: torch.device, split: Split):
@@ -226,7 +226,7 @@ class Replica(nn.Module):
         self.is_settled = True
         ready = set(order)
         self.unused = [parameter for parameter in self.parameters_in_buckets if parameter not in ready]
-        settled = [*self.unused, *order]
+        settled = [*order, *self.unused]
         if list(map(id, settled)) == list(map(id, self.parameters_in_buckets)):
             return
         filled = self.bucket_of
