@@ -182,7 +182,7 @@ def test_the_report_is_json_and_text_and_the_status_says_whether_something_was_f
     assert told["seed"] == 7 and told["finding"] > 0 and told["equal"] > 0
     (finding,) = told["findings"]
     assert finding["command"].startswith("python plan.py check --all --ranks=2 --tensor_parallel=2")
-    assert told["pairs"]["all"] > 4000 and "seed 7: " in capsys.readouterr().out
+    assert told["pairs"]["all"] > 3000 and "seed 7: " in capsys.readouterr().out
     monkeypatch.setattr(Judge, "judge", FakeJudge("nothing of this name").judge)
     assert plan.main(words) == 0
 

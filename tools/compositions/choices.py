@@ -72,13 +72,16 @@ def all_choices(base: Config, fixed: Iterable[str] = ()) -> list[Choice]:
 
 
 def keys_that_take_part() -> list[str]:
-    """The keys that may change how a run computes, in schema order."""
-    return keys_that_affect("model", "result", "training", "layout", "speed")
+    """The keys that may change how a run computes, in schema order.
+
+    Those of speed do not: they concern reading, recording, and the device.
+    """
+    return keys_that_affect("model", "result", "training", "layout")
 
 
 def keys_of_layouts() -> list[str]:
     """The keys, and DP, that say how work is shared, not which numbers come out: one device goes without them."""
-    return [DP, *keys_that_affect("layout", "speed")]
+    return [DP, *keys_that_affect("layout")]
 
 
 def keys_without_values(base: Config) -> list[str]:

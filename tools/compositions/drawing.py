@@ -14,7 +14,8 @@ from tools.compositions.composition import Base, Composition, TooManyRanks
 from utils.errors import UsageError
 from utils.schema import keys_that_affect
 
-LEAST, MOST = 2, 6  # choices
+SIZES = (2, 3, 4, 5, 6, 6, 6)  # choices of a composition: the large ones have the most pairs
+MOST = max(SIZES)
 TRIES = 12  # to make a refused pair legal by further choices, such as a strategy that a key belongs to
 SHARE_RESUMED = 0.35  # of the compositions
 SHARE_OF_SEVERAL_RANKS = 0.9  # at least
@@ -64,8 +65,9 @@ class Draws:
         if chosen is None:
             self.illegal.add(name)
             return None
-        size = self.chance.randint(LEAST, MOST)
+        size = self.chance.choice(SIZES)
         others = self.chance.sample(self.choices, 3 * MOST)
+        others.sort(key=lambda other: -self._count_new_pairs(other, chosen))
         if not any(choice.key in MESH for choice in chosen) and self.chance.random() < SHARE_OF_SEVERAL_RANKS:
             others = [
                 *self.chance.sample(self.of_mesh, len(self.of_mesh)),
@@ -80,6 +82,10 @@ class Draws:
         composition = Composition(tuple(chosen), then)
         self.uncovered -= composition.pairs()
         return composition
+
+    def _count_new_pairs(self, other: Choice, chosen: Sequence[Choice]) -> int:
+        """The pairs of one choice with some others that were in no composition yet."""
+        return sum(frozenset((other.name, choice.name)) in self.uncovered for choice in chosen)
 
     def _made_legal(self, pair: list[Choice]) -> list[Choice] | None:
         """The pair, or with one or two further choices that it needs; None where none of some tries helped."""
