@@ -164,6 +164,19 @@ def test_values_follow_from_type_bounds_and_what_is_there(base):
             Config(**base.config.model_dump() | {name: value})  # within the schema
 
 
+def test_one_device_has_the_options_that_change_numbers_and_no_others(base):
+    def reference(words):
+        return base.reference(composition_of(words).choices).config
+
+    whole = reference("dp=2 gradient_accumulation=2 ema=0.5 data_parallel=fsdp")
+    assert (whole.gradient_accumulation, whole.ema, whole.data_parallel) == (1, 0.5, "ddp")
+    assert reference("dp=2 data_parallel=fsdp gather_dtype=bf16").gather_dtype == "bf16"  # which ddp refuses
+    unet = 'model=unet model_args={"width":4,"levels":1} gradient_accumulation=2'
+    assert reference(unet).gradient_accumulation == 2  # BatchNorm takes the statistics of a micro-batch
+    resumed = base.resumed(composition_of(unet, "dp=2 gradient_accumulation=4"))
+    assert settings_of(resumed)["gradient_accumulation"] == 2 and settings_of(resumed)["dp"] == 2
+
+
 def test_what_one_choice_brings_along_gives_way_to_another():
     model = Choice("model=unet", {"model": "unet", "model_args": {"width": 4}})
     arguments = Choice("model_args={}", {"model_args": {}})

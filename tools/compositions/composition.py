@@ -7,16 +7,19 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from tools.compositions.choices import DP, OWN_NUMBERS, Choice, keys_of_layouts, words_of
 from tools.instruments.rank_case import build_case
 from tools.instruments.team import Case
 from tools.planner.layouts import script_of
+from training.model import build_model
 from training.tasks import build_task
 from utils.errors import UsageError
 from utils.layout import tile_counts
 
 MOST_RANKS = 4  # of a composition: more would only wait for one another on few cores
-# Halves of the range of float32, by a word in a value: bf16 and fp16 round coarsely, fp8 more so.
+# Values that name a format of half precision or less, whatever the key.
 COARSE = ("bf16", "fp16", "fp8")
 # A step of it takes milliseconds; heads, blocks, patches and samples can be shared by two and by four.
 TINY = (
@@ -24,7 +27,7 @@ TINY = (
     "--embed_dim=16", "--depth=2", "--num_heads=4", "--mlp_ratio=2", "--n_in_channels=3", "--n_out_channels=3",
     "--global_batch_size=8", "--num_iters=12", "--warmup=2", "--sync_batchnorm",
 )  # fmt: skip
-STRATEGY = "data_parallel"
+STRATEGY, MICRO_BATCHES = "data_parallel", "gradient_accumulation"
 SPLITS = ("tensor_parallel", "context_parallel", "pipeline_parallel")
 
 
@@ -111,8 +114,8 @@ class Base:
 
     def reference(self, choices: Iterable[Choice]) -> Case:
         """The case of one device with the same options, but those that say how work is shared."""
-        of_layouts = keys_of_layouts()
         all_settings = settings_of(list(choices))
+        of_layouts = self.keys_without_effect(all_settings)
         settings = {key: value for key, value in all_settings.items() if key not in of_layouts}
         try:
             return build_case("one device", "train.py", [*self.words, *words_of(settings)], 1)
@@ -125,9 +128,22 @@ class Base:
 
     def resumed(self, composition: Composition) -> list[Choice]:
         """The choices of the layout that goes on: its own, and those of the first that change the numbers."""
-        of_layouts = keys_of_layouts()
+        of_layouts = self.keys_without_effect(settings_of(composition.choices))
         kept = [choice for choice in composition.choices if choice.key not in of_layouts]
-        return [*kept, *(composition.then or ())]
+        others = [choice for choice in composition.then or () if choice.key in of_layouts]
+        return [*kept, *others]
+
+    def keys_without_effect(self, settings: dict[str, Any]) -> list[str]:
+        """The keys, and DP, that change no numbers under some settings.
+
+        Micro-batches do, where a model takes the statistics of one: there one device has as many.
+        """
+        keys = keys_of_layouts()
+        names = [key for key in ("model", "model_args", "task", "num_classes") if key in settings]
+        config = self.config.model_copy(update={key: settings[key] for key in names})
+        if any(isinstance(module, _BatchNorm) for module in build_model(config).modules()):
+            keys.remove(MICRO_BATCHES)
+        return keys
 
     def command(self, composition: Composition) -> str:
         """The command line that runs one composition again."""
