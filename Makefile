@@ -14,7 +14,7 @@
 # make slurm  a Slurm cluster of 4 nodes on this machine; make slurm-shell: use it; make slurm-stop: end it
 # make exercise   list the exercises; N=3 checks yours, N=3 SOLUTION=1 its solution (exercises/README.md)
 # make faults ROUNDS=3   break running jobs in many ways and compare their losses
-# make fuzz MINUTES=10   feed every reader and every command hostile input
+# make fuzz MINUTES=10   feed every reader and every command hostile input, and run compositions of all options
 .PHONY: afresh demo setup test test-all lint lint-docs figures drawings notebooks site site-serve clean exercise faults fuzz gpu preflight slurm slurm-shell slurm-stop
 
 PYTHON ?= python3
@@ -75,6 +75,7 @@ faults: .venv/installed-dev
 
 fuzz: .venv/installed-dev
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),1)
+	$(BIN)/python plan.py check --all --minutes $(or $(MINUTES),2)
 
 preflight: .venv/installed
 	@$(BIN)/$(if $(RANKS),torchrun --nproc_per_node $(RANKS),python) -m tools.preflight

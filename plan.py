@@ -7,6 +7,7 @@
     python plan.py ... --submit='-t 02:00:00'     the best (or --choose 3) as a job of Slurm
     python plan.py compare logs/mp/03     a finished run against the plan of its config
     python plan.py check --config quick --layouts tp2 domain2     layouts run here and compared with one device
+    python plan.py check --all --minutes 20     compositions of all options, drawn, run here and compared
 
 Every other option is a key of the config, as in the training scripts. docs/plan.md says how each number is computed,
 and what is left out: above all reading the data.
@@ -35,6 +36,10 @@ def main(argv: list[str] | None = None) -> int:
         asked = reader.parse_args(words[1:])
         print(compare(asked.run, asked.gpu))
         return 0
+    if words[:1] == ["check"] and "--all" in words:
+        from tools.compositions import search
+
+        return search.main(words[1:])
     if words[:1] == ["check"]:
         from tools.layout_check import check
 

@@ -5,15 +5,21 @@ import re
 from contextlib import nullcontext
 
 import pytest
+import torch
 
 import plan
 from tests.support.layout_faults import FAULTS, patched
 from tests.support.layout_parity import compare_in_double, ranks_and_options, record_in_double
 from tests.support.refusals import refusal
+from tests.support.step_faults import MORE_FAULTS
+from tools.instruments.rank_case import words_of_name
+from tools.layout_check.differences import TOLERANCES, largest_of_stage, scale_of
+from tools.layout_check.recording import GRADIENT
 from tools.planner.validate import build_cases
 from utils import comm
 from utils.data_loader import BatchLoader
 
+ALL_FAULTS = FAULTS | MORE_FAULTS
 LAYOUTS = [
     "dp4,data_parallel=hsdp,dp_shard=2", "tp2xcp2,sequence_parallel", "pp2xdp2", "domain2xtp2,data_parallel=fsdp",
     "domain2x3",
@@ -21,7 +27,7 @@ LAYOUTS = [
 
 
 def compare_faulty(config, file, fault):
-    return compare_in_double(config, file, FAULTS[fault].plant)
+    return compare_in_double(config, file, ALL_FAULTS[fault].plant)
 
 
 def compare_read(config, file, fault):
@@ -35,16 +41,34 @@ def compare_read(config, file, fault):
     return compare_in_double(config, file, plant, read_data=True)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_named(ranks, tiny_config, tmp_path, fault):
-    _, layout, stage, name, cause, shared = FAULTS[fault]
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    """Call with a config to get the file of what one device computes, which is done once for all faults."""
+    folder, files = tmp_path_factory.mktemp("one-device"), {}
+
+    def file_of(config):
+        key = repr(config.model_copy(update={"expdir": ""}))
+        if key not in files:
+            files[key] = folder / str(len(files)) / "one.pt"
+            files[key].parent.mkdir()
+            record_in_double(config, files[key])
+        return files[key]
+
+    return file_of
+
+
+@pytest.mark.parametrize("fault", ALL_FAULTS)
+def test_a_planted_fault_is_named(ranks, tiny_config, one_device, fault):
+    _, layout, stage, name, cause, shared = ALL_FAULTS[fault]
     size, options = ranks_and_options(layout)
-    record_in_double(tiny_config(**shared), tmp_path / "one.pt")
-    of_ranks = ranks(size, compare_faulty, tiny_config(**shared | options), tmp_path / "one.pt", fault)
-    result = of_ranks[0]
+    file = one_device(tiny_config(**shared | {"gradient_accumulation": 1}))
+    result = ranks(size, compare_faulty, tiny_config(**shared | options), file, fault)[0]
     assert result.stage == stage, result
     assert re.search(name, result.name) and re.search(cause, result.cause), result
-    assert len(FAULTS) >= 24
+
+
+def test_there_are_sixty_faults():
+    assert len(ALL_FAULTS) >= 60 and not FAULTS.keys() & MORE_FAULTS.keys()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -82,6 +106,67 @@ def test_batches_of_the_loaders_are_compared(ranks, tiny_config, tmp_path, fault
         "batch",
         "rank 3 alone: other samples, or another part of the image",
     )
+
+
+OWN = "tests.support.own_models:"
+EXACT = [
+    ("BiasBeforeNorm", "dp2,sync_batchnorm"), ("BiasBeforeNorm", "domain2"), ("Narrow", "dp2"), ("Narrow", "domain2"),
+    ("Tied", "dp2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "layout"), EXACT)
+def test_a_model_with_zero_gradients_narrow_types_or_masks_gives_no_alarm(ranks, tiny_config, tmp_path, model, layout):
+    size, options = ranks_and_options(layout)
+    record_in_double(tiny_config(model=OWN + model), tmp_path / "one.pt")
+    result = ranks(size, compare_in_double, tiny_config(model=OWN + model, **options), tmp_path / "one.pt")[0]
+    assert result.equal and result.error < 1e-9 and not result.skipped, result
+
+
+def test_a_zero_gradient_is_measured_by_those_of_the_model_and_another_one_by_itself():
+    torch.set_default_dtype(torch.float64)
+    try:
+        small, large = torch.tensor([1e-18]), torch.tensor([1e-3])
+        wholes = {(GRADIENT, "bias"): small, (GRADIENT, "weight"): large}
+        scales = {GRADIENT: largest_of_stage(wholes, GRADIENT)}
+        assert 1e-18 / scale_of((GRADIENT, "bias"), small, scales) < TOLERANCES["float64"]
+        assert scale_of((GRADIENT, "weight"), large, scales) == 1e-3
+        assert 1e-10 / scale_of((GRADIENT, "bias"), small, scales) > TOLERANCES["float64"]  # that is no rounding
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "stage", "cause"),
+    [
+        ("RunningPeak", "dp2", "forward pass", r"^buffers of a rank's own samples \(peak\)"),
+        ("GroupNormNet", "dp2,gradient_compression=bf16", "gradient", r"^gradients are reduced in bf16 \(gra"),
+        (
+            "GroupNormNet",
+            "dp2,data_parallel=fsdp,gather_dtype=bf16",
+            "forward pass",
+            r"^parameters are gathered in bf",
+        ),
+    ],
+)
+def test_what_differs_by_design_is_named_as_what_it_is(ranks, tiny_config, tmp_path, model, layout, stage, cause):
+    size, options = ranks_and_options(layout)
+    record_in_double(tiny_config(model=OWN + model), tmp_path / "one.pt")
+    result = ranks(size, compare_in_double, tiny_config(model=OWN + model, **options), tmp_path / "one.pt")[0]
+    assert result.stage == stage and re.search(cause, result.cause), result
+
+
+def test_a_state_that_cannot_be_saved_is_told_of_one_device_and_of_the_layout(tiny_options, capsys):
+    assert plan.main(["check", *tiny_options(model=f"{OWN}Unsaved"), "--layouts", "dp2"]) == 1
+    told = capsys.readouterr().out
+    assert re.search(r"\| dp2 +\| +\d\.\de-1\d \| cannot be saved \|", told)
+    assert re.search(r"one device: its state cannot be saved and read back: \w+: ", told), told
+
+
+def test_a_layouts_name_takes_a_switch_with_its_value():
+    assert words_of_name("dp2,sync_batchnorm=true,enable_jit=false,noddp,lr=1e-3") == [
+        "--sync_batchnorm", "--no-enable_jit", "--noddp", "--lr=1e-3",
+    ]  # fmt: skip
 
 
 def test_the_command_prints_what_differs_and_ends_with_a_status(tiny_options, tmp_path, capsys):

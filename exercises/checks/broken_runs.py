@@ -17,7 +17,8 @@ from distributed import halo, model_parallel
 from distributed.collectives import as_group
 from tools.instruments.pool import Process
 from tools.instruments.team import Case, Teams
-from tools.layout_check.check import TOLERANCES, cases_of, errors_of, in_dtype, record_serially
+from tools.layout_check.check import cases_of, in_dtype, record_serially
+from tools.layout_check.differences import TOLERANCES, errors_of
 from tools.layout_check.recording import STAGES, Key
 from tools.tables import format_table
 from training import step
@@ -115,7 +116,7 @@ def show() -> None:
 def errors(rank: Process, case: Case, file: Path, fault: Fault) -> dict[Key, float]:
     """On every rank: the errors of a case that is trained with a fault."""
     with fault():
-        found, _, _ = in_dtype(rank, case, DTYPE, read_data=False)
+        found = in_dtype(rank, case, DTYPE, read_data=False).found
     return errors_of(found, torch.load(file, weights_only=True)["parts"])[0]
 
 

@@ -260,3 +260,74 @@ class Spherical(nn.Module):
 
     def transformed(self, equation, x, basis):
         return torch.complex(*(torch.einsum(equation, part.contiguous(), basis) for part in (x.real, x.imag)))
+
+
+class BiasBeforeNorm(nn.Sequential):
+    """The gradient of its first bias is zero but for rounding: BatchNorm takes the mean away."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__(
+            nn.Conv2d(in_channels, 6, 3, padding=1), nn.BatchNorm2d(6), nn.GELU(), nn.Conv2d(6, out_channels, 1)
+        )
+
+
+class Narrow(nn.Module):
+    """Its author names narrow types, of weights and of buffers that are no numbers."""
+
+    def __init__(self, in_channels, out_channels, img_size):
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, out_channels, 1)
+        self.mix = nn.Parameter(torch.randn(out_channels, out_channels, dtype=torch.cfloat))
+        self.shift = nn.Parameter(torch.randn(out_channels, 1, 1, dtype=torch.float32))
+        self.register_buffer("land", torch.rand(img_size) < 0.3)
+        self.register_buffer("level", torch.arange(out_channels))
+        self.register_buffer("never", torch.full((2,), -torch.inf))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        x = self.conv(x).masked_fill(self.land, 0.0) + self.shift
+        self.calls += self.training
+        waves = torch.fft.rfft2(x, norm="ortho")
+        mixed = torch.einsum("bchw,cd->bdhw", waves, self.mix.to(waves.dtype))
+        return x[:, self.level] + torch.fft.irfft2(mixed, s=x.shape[-2:], norm="ortho")
+
+
+class RunningPeak(BatchNormNet):
+    """A buffer that follows its samples, and by which it divides."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels)
+        self[1] = nn.Identity()
+        self.register_buffer("peak", torch.ones(6, 1, 1))
+
+    def forward(self, x):
+        x = self[0](x)
+        if self.training:
+            self.peak.mul_(0.9).add_(0.1 * x.detach().abs().amax((0, 2, 3))[:, None, None])
+        return self[3](self[2](x / self.peak))
+
+
+class Unsaved(BatchNormNet):
+    """Its state holds what is no tensor."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels)
+        self[1] = nn.Identity()
+
+    def get_extra_state(self):
+        return {"version": 3}
+
+    def set_extra_state(self, state):
+        assert state["version"] == 3
+
+
+class Unused(nn.Module):
+    """One of its layers is never called."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.first, self.spare = nn.Conv2d(in_channels, 8, 3, padding=1), nn.Linear(4, 4)
+        self.last = nn.Conv2d(8, out_channels, 1)
+
+    def forward(self, x):
+        return self.last(F.gelu(self.first(x)))

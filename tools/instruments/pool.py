@@ -23,6 +23,10 @@ class RankError(UsageError):
     """A rank failed in a way that nobody expected."""
 
 
+class NoAnswer(RankError):
+    """A rank gave no answer in time."""
+
+
 class OutOfMemory(RankError):
     """A rank had not enough memory."""
 
@@ -109,7 +113,7 @@ class Pool(AbstractContextManager):
             answers = self._answers(size, time.monotonic() + timeout)
             failures = {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, Exception)}
             if not failures:
-                failures = {rank: RankError("no answer") for rank in range(size) if rank not in answers}
+                failures = {rank: NoAnswer("no answer") for rank in range(size) if rank not in answers}
             if failures:
                 raise RanksFailed(failures)
         except BaseException:

@@ -10,10 +10,13 @@ from tools.instruments.pool import Process
 from tools.instruments.team import Case, use_mesh
 from training.assembly import build_step, random_batch
 from utils import comm
-from utils.config import SCRIPTS, load_config
+from utils.config import SCRIPTS, load_config, option_words
 from utils.device import synchronize
+from utils.schema import Config
 
 WARMUP_STEPS = 3  # DDP arranges its buckets, fully_shard its order, memory is allocated
+
+SWITCHES = {"true": True, "false": False}
 
 
 def build_case(name: str, script: str, words: Sequence[str], ranks: int) -> Case:
@@ -21,10 +24,24 @@ def build_case(name: str, script: str, words: Sequence[str], ranks: int) -> Case
 
     name: in a table; options of its own may follow it, as in 'tp2,data_parallel=fsdp'.
     """
-    words = [*words, *(f"--{option}" for option in name.split(",")[1:])]
+    words = [*words, *words_of_name(name)]
     config = load_config(words, None, ranks, SCRIPTS[script].yaml_config, SCRIPTS[script].splits)
     # hsdp without dp_shard: half of the ranks share one copy, as on two nodes
     return Case(name, config, config.layout(ranks, max(1, ranks // 2)), script, words)
+
+
+def words_of_name(name: str) -> list[str]:
+    """The options that follow a layout's name: 'dp2,sync_batchnorm=true,lr=1e-3' -> --sync_batchnorm --lr=1e-3."""
+    words = []
+    for option in name.split(",")[1:]:
+        key, _, value = option.partition("=")
+        field = Config.model_fields.get(key)
+        is_switch = field is not None and field.annotation is bool
+        if is_switch and value in SWITCHES:
+            words += option_words(key, SWITCHES[value])
+        else:
+            words.append(f"--{option}")
+    return words
 
 
 class RankCase:

@@ -47,11 +47,20 @@ class Teams(AbstractContextManager):
     """Teams of ranks by their size, each started by its first call. Leaving the context ends the processes.
 
     config: names the device, and how long ranks wait for one another. whole_machine: a rank may start processes and use
-    every core; else it has one thread on a CPU.
+    every core; else it has one thread on a CPU. patience: seconds for the answers to a call. context: of
+    multiprocessing. tells: whether the traceback of a rank is printed.
     """
 
-    def __init__(self, config: Config, whole_machine: bool = False):
+    def __init__(
+        self,
+        config: Config,
+        whole_machine: bool = False,
+        patience: float = 1e6,
+        context: Any = None,
+        tells: bool = True,
+    ):
         self.config, self.whole_machine = config, whole_machine
+        self.patience, self.context, self.tells = patience, context, tells
         self.running: dict[int, Pool] = {}
 
     def call(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -62,20 +71,25 @@ class Teams(AbstractContextManager):
         """
         try:
             if size not in self.running:
-                self.running[size] = Pool(daemon=not self.whole_machine)
+                self.running[size] = Pool(self.context, daemon=not self.whole_machine)
                 with socket.socket() as free:
                     free.bind(("127.0.0.1", 0))
                     port = free.getsockname()[1]
                 self.running[size].call(size, _join, size, port, self.config, self.whole_machine)
-            return self.running[size].call(size, function, *args)
+            return self.running[size].call(size, function, *args, timeout=self.patience)
         except RanksFailed as failed:
             self.running.pop(size)
             failures = list(failed.failures.values())
             # A rank without memory lets others fail that wait for it.
             told = next((error for error in failures if isinstance(error, OutOfMemory)), failures[0])
-            if isinstance(told, RankError):
+            if isinstance(told, RankError) and self.tells:
                 print(*getattr(told, "__notes__", []), file=sys.stderr, end="")  # where it was raised
             raise told from None
+
+    def end(self, size: int) -> None:
+        """End the team of this size; the next call starts a new one."""
+        if size in self.running:
+            self.running.pop(size).end()
 
     def __exit__(self, *_: object) -> None:
         for pool in self.running.values():

@@ -12,8 +12,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from tools.instruments.counting import Collective, Watch, collective
@@ -114,7 +115,8 @@ class Tracker(Watch):
         elif moved := {(storage_id(t), t.storage_offset(), t.shape, t.stride()): t.nbytes for t in (*given, *made)}:
             flops, packet = 0, func._overloadpacket
             if formula := flop_registry.get(LIKE.get(packet, packet)):
-                flops = formula(*args, **kwargs, out_val=result)
+                own_args, own_kwargs, own_result = tree_map(own_part, (args, kwargs, result))
+                flops = formula(*own_args, **own_kwargs, out_val=own_result)
             kind = "pointwise" if torch.Tag.pointwise in func.tags else "copy"
             if flops:
                 kind = ATTENTION if ATTENTION in str(packet) else "matmul"
@@ -170,6 +172,11 @@ class Tracker(Watch):
             now["peak"] += change * (label not in apart)
             most["peak"] = max(most["peak"], now["peak"])
         return most
+
+
+def own_part(value: Any) -> Any:
+    """The part of this rank of a DTensor, on which it computes; any other value as it is."""
+    return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:

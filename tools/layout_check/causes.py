@@ -3,65 +3,193 @@
 All ranks call `cause` together, because some patterns show in sums over groups of ranks.
 """
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tools.layout_check.recording import BATCH, FORWARD, GRADIENT, INITIAL, UNREDUCED, Key, Record
+from tools.layout_check.differences import coordinates, difference, is_of_numbers
+from tools.layout_check.recording import (
+    BATCH,
+    BUFFERS,
+    FORWARD,
+    GRADIENT,
+    INITIAL,
+    MOMENTS,
+    RELOADED,
+    UNREDUCED,
+    Key,
+    Record,
+)
 from utils import comm
 from utils.config import read_mappings
+from utils.schema import Config
 
 GROUPS = ("tp", "cp", "domain", "dp", "image", "dp_image")  # in which ranks may hold parts of one sum
 SIZES = ("dp", "tp", "cp", "domain", "pp", "dp_image")  # by which a number may be wrong
 CAUSES = "config/causes.yaml"
 LATER = "weights after a later step"
 RANDOM = "random numbers: each layout has other streams of them; without them (dropout 0) the rest can be compared"
+NARROW = 1e-5  # a relative error that rounding to float32 may lead to, in a comparison in float64
+COARSE = 2**-4  # the largest relative error that rounding to bfloat16 leads to, in a few steps
+SHOWN = 4  # names of buffers
 
 
-def cause(
-    key: Key, kind: str, wrong: Sequence[int], found: Record, wanted: Tensor | None, scale: float, tolerance: float
-) -> str:
-    """The likely cause of a difference in words.
+@dataclass
+class Apart:
+    """A tensor that differs from that of one device, as a rank sees it.
 
-    kind: class of the module. wrong: ranks that differ. found: of this rank. wanted: what one device has in this rank's
-    place, None where it has no part of this tensor. scale: size of the tensor's numbers.
+    kind: class of the module. ranks: those that differ. error: the largest relative one. found: all that this rank
+    recorded. wanted: what one device has in this rank's place, None where it has no part of this tensor. limit: the
+    largest difference that counts as equal. config: of the layout.
     """
-    (stage, name), some = key, len(wrong) < comm.world_size()
-    together, beside, factor = all(comm.gather(wanted is not None)), False, None
-    if wanted is not None:
-        got = found[key].value
-        beside = stage == FORWARD and _beside_cuts((got - wanted).abs() > tolerance * scale)
-        factor = _factor(got, wanted, tolerance)
 
-    def is_wanted(x):
+    key: Key
+    kind: str
+    ranks: Sequence[int]
+    error: float
+    found: Record
+    wanted: Tensor | None
+    limit: float
+    config: Config
+
+    @property
+    def stage(self) -> str:
+        """The stage in which it differs."""
+        return self.key[0]
+
+    @property
+    def value(self) -> Tensor:
+        """The tensor of this rank; it must have a part of it."""
+        return self.found[self.key].value
+
+    @property
+    def is_of_some(self) -> bool:
+        """Tell whether it is right on other ranks."""
+        return len(self.ranks) < comm.world_size()
+
+    def is_wanted(self, x: Tensor | None) -> list[bool]:
         """On each rank: tell whether a tensor is what is wanted there."""
-        right = x is not None and x.shape == wanted.shape and ((x - wanted).abs() <= tolerance * scale).all()
-        return comm.gather(bool(right))
+        is_right = False
+        if x is not None and self.wanted is not None and x.shape == self.wanted.shape:
+            is_right = bool((difference(x, self.wanted) <= self.limit).all())
+        return comm.gather(is_right)
 
-    if any(comm.gather(beside)):
+
+def cause(apart: Apart) -> str:
+    """The likely cause of a difference in words."""
+    of_stages = read_mappings(CAUSES, "stages")
+    of_stage = of_stages.get(apart.stage, of_stages[LATER])
+    # What was asked for comes first: patterns of rounding would be chance.
+    found = _of_options(apart, of_stages["options"])
+    # The sums below are of numbers: a mask or a counter is right or not.
+    holds_numbers = apart.wanted is None or is_of_numbers(apart.wanted)
+    if not found and all(comm.gather(holds_numbers)):
+        found = _of_pattern(apart)
+    if found:
+        return found
+    # BatchNorm does not read its buffers in training: there the samples themselves are the cause.
+    is_of_samples = not apart.is_of_some and apart.stage not in (BATCH, INITIAL) and "BatchNorm" not in apart.kind
+    if is_of_samples and (names := _buffers_of_own_samples(apart.found)):
+        return of_stages["options"]["buffers of own samples"].format(", ".join(names[:SHOWN]))
+    if apart.is_of_some:
+        who = f"rank {apart.ranks[0]} alone"
+        if len(apart.ranks) > 1:
+            who = f"ranks {', '.join(map(str, apart.ranks))} alone"
+        return f"{who}: {of_stage['some'].format(apart.kind)}"
+    is_wide = torch.get_default_dtype() == torch.float64
+    if apart.stage == FORWARD and is_wide and apart.error < NARROW:
+        return of_stages["options"]["narrow"].format(apart.kind)
+    if apart.stage == FORWARD and (found := _of_forward(apart.key[1], apart.kind)):
+        return found
+    return of_stage["all"].format(apart.kind)
+
+
+def _of_options(apart: Apart, texts: dict[str, str]) -> str:
+    """Explain a difference as small as rounding by an option of the layout that rounds what is sent."""
+    if apart.error > COARSE:
+        return ""
+    config, is_reduced = apart.config, apart.stage not in (BATCH, INITIAL, FORWARD)
+    if config.gather_dtype != "none" and apart.stage not in (BATCH, INITIAL):
+        return texts["gather_dtype"].format(config.gather_dtype)
+    if config.gradient_compression != "none" and is_reduced and comm.get_size("dp_image") > 1:
+        return texts["gradient_compression"].format(config.gradient_compression)
+    return ""
+
+
+def _of_pattern(apart: Apart) -> str:
+    """Explain a difference by sums over groups of ranks, by a factor, or by its place; "" where none of them fits."""
+    wanted, stage, first = apart.wanted, apart.stage, apart.ranks[0]
+    is_together = all(comm.gather(wanted is not None))
+    is_beside, factor = False, None
+    if wanted is not None:
+        is_beside = stage == FORWARD and _is_beside_cuts(difference(apart.value, wanted) > apart.limit)
+        factor = _factor(apart.value, wanted, apart.limit)
+    if any(comm.gather(is_beside)):
         return "only rows beside a cut differ: the halo that a rank borrows from its neighbours"
-    before, mean_is_right = found.get((UNREDUCED, name)) if stage == GRADIENT else None, False
-    if together and all(comm.gather(before is not None)):
-        assert before is not None
-        mean_is_right = is_wanted(_summed(before.value / comm.get_size("dp_image"), "dp_image"))[wrong[0]]
+    has_other_samples = stage == FORWARD and apart.config.gradient_accumulation > 1 and _has_other_samples(apart)
+    if all(comm.gather(has_other_samples)):
+        return "micro-batches hold other samples than on one device, or in another order"
+    mean_is_right = stage == GRADIENT and is_together and not apart.is_of_some and _mean_is_right(apart)
     factors = comm.gather(factor)
-    if factor := factors[wrong[0]]:
-        alike = all(abs((factors[rank] or 0) - factor) < 1e-6 for rank in wrong)
-        if alike and not some and (explained := _by_factor(factor)):
-            return explained + (": what a rank computes is right, its reduction is not" if mean_is_right else "")
+    if (size := factors[first]) and not apart.is_of_some:
+        is_alike = all(abs((factors[rank] or 0) - size) < 1e-6 for rank in apart.ranks)
+        if is_alike and (explained := _by_factor(size, apart.config.gradient_accumulation)):
+            right = ": what a rank computes is right, its reduction is not" if mean_is_right else ""
+            return explained + right
     if mean_is_right:
-        return f"the gradients of the ranks are right, but not averaged over {_group('dp_image')}"
-    if together and stage not in (BATCH, INITIAL) and len(set(comm.gather(got.shape))) == 1:
+        samples = ", or micro-batches are left out" if apart.config.gradient_accumulation > 1 else ""
+        return f"the gradients of the ranks are right, but not averaged over {_group('dp_image')}{samples}"
+    is_computed = stage not in (BATCH, INITIAL, RELOADED, MOMENTS)
+    if is_together and is_computed and not apart.is_of_some and len(set(comm.gather(apart.value.shape))) == 1:
         for group in GROUPS:
-            if all(is_wanted(_summed(got, group))):
+            if all(apart.is_wanted(_summed(apart.value, group))):
                 return f"each rank has its part of a sum, which is not added up over {_group(group)}"
-    causes = read_mappings(CAUSES, "stages")
-    of_stage = causes.get(stage, causes[LATER])
-    if some:
-        who = f"rank {wrong[0]} alone" if len(wrong) == 1 else f"ranks {', '.join(map(str, wrong))} alone"
-        return f"{who}: {of_stage['some'].format(kind)}"
-    return (_of_forward(name, kind) if stage == FORWARD else "") or of_stage["all"].format(kind)
+    return ""
+
+
+def _has_other_samples(apart: Apart) -> bool:
+    """Tell whether the samples of this rank's output are right ones in another order."""
+    value, wanted = apart.value, apart.wanted
+    if wanted is None or value.shape != wanted.shape or value.dim() == 0:
+        return False
+    for sample in value:
+        largest = difference(sample.expand_as(wanted), wanted).flatten(1).amax(1)
+        if not (largest <= apart.limit).any():
+            return False
+    return True
+
+
+def _mean_is_right(apart: Apart) -> bool:
+    """Tell whether the mean of the gradients before their reduction is what is wanted, on the first wrong rank."""
+    before = apart.found.get((UNREDUCED, apart.key[1]))
+    if not all(comm.gather(before is not None)):
+        return False
+    assert before is not None
+    mean = _summed(before.value / comm.get_size("dp_image"), "dp_image")
+    return apart.is_wanted(mean)[apart.ranks[0]]
+
+
+def _buffers_of_own_samples(found: Record) -> list[str]:
+    """Names of the buffers that differ between ranks which differ in their samples alone."""
+    digests = {}
+    for (stage, name), part in found.items():
+        if stage == BUFFERS:
+            raw = part.value.detach().cpu().contiguous().flatten().view(torch.uint8)
+            digests[name] = hashlib.sha256(raw.numpy().tobytes()).digest()
+    # Ranks with another part of the image or of the weights may well have other buffers.
+    place = {name: rank for name, rank in coordinates().items() if name != "dp"}
+    of_ranks = comm.gather((place, digests))
+    names = []
+    for name in digests:
+        of_place = {seen[name] for there, seen in of_ranks if there == place and name in seen}
+        if len(of_place) > 1:
+            names.append(name)
+    first, *_ = comm.gather(names)  # one answer on all ranks
+    return first
 
 
 def _summed(x: Tensor, group: str) -> Tensor | None:
@@ -73,17 +201,20 @@ def _summed(x: Tensor, group: str) -> Tensor | None:
     return total
 
 
-def _factor(got: Tensor, wanted: Tensor, tolerance: float) -> float | None:
-    """The number got / wanted where it is one for the whole tensor, and not 1."""
+def _factor(got: Tensor, wanted: Tensor, limit: float) -> float | None:
+    """The number got / wanted where it is one for the whole tensor, and not 1. limit: of what counts as equal."""
     square = (wanted * wanted).sum()
-    if not square or got.is_complex():
+    if got.is_complex() or not square or not square.isfinite():
         return None
-    factor = ((got * wanted).sum() / square).item()
-    rest = (got - factor * wanted).abs().max() / wanted.abs().max()
-    return factor if rest <= max(tolerance, 1e-6) * max(1, abs(factor)) and abs(factor - 1) > tolerance else None
+    largest = wanted.abs().max()
+    tolerance = limit / largest.item()
+    factor: float = ((got * wanted).sum() / square).item()
+    rest = ((got - factor * wanted).abs().max() / largest).item()
+    is_one_factor = rest <= max(tolerance, 1e-6) * max(1, abs(factor))
+    return factor if is_one_factor and abs(factor - 1) > tolerance else None
 
 
-def _beside_cuts(apart: Tensor) -> bool:
+def _is_beside_cuts(apart: Tensor) -> bool:
     """Tell whether what differs lies within the first or the last rows or columns of an image, and nowhere else."""
     if apart.dim() < 4 or not apart.any():
         return False
@@ -95,15 +226,18 @@ def _beside_cuts(apart: Tensor) -> bool:
     return False
 
 
-def _by_factor(factor: float) -> str:
-    """Explain a constant factor by the size of a group of ranks."""
+def _by_factor(factor: float, micro_batches: int) -> str:
+    """Explain a constant factor by the size of a group of ranks, or by the number of micro-batches."""
     for size, what in (
         (factor, "{} times what it should be: reduced twice, or a sum where a mean belongs, over {}"),
         (1 / factor, "1/{} of what it should be: a mean where a sum belongs, or divided twice, over {}"),
     ):
-        names = [name for name in SIZES if comm.get_size(name) > 1 and abs(size - comm.get_size(name)) < 1e-3]
+        groups = [name for name in SIZES if comm.get_size(name) > 1 and abs(size - comm.get_size(name)) < 1e-3]
+        names = [_group(name) for name in groups]
+        if micro_batches > 1 and abs(size - micro_batches) < 1e-3:
+            names.append(f"the micro-batches ({micro_batches})")
         if names:
-            return what.format(round(size), " or ".join(map(_group, names)))
+            return what.format(round(size), " or ".join(names))
     return ""
 
 

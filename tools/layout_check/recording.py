@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -14,7 +16,10 @@ from torch.distributed.tensor import DTensor
 from distributed.shard.operands import reduced
 from distributed.shard.spec import Spec
 from distributed.shard.tensor import ShardTensor, local
+from distributed.ties import keep_ties
+from tools.layout_check.saving import state_of, why_not_saved
 from training.assembly import build_step
+from training.model import build_model
 from training.step import TrainingStep
 from utils import comm
 from utils.device import library
@@ -26,7 +31,9 @@ BATCH, INITIAL, FORWARD, LOSS, GRADIENT = "batch", "initial weights", "forward p
 CLIPPED, BUFFERS, EVALUATION = "clipped gradient", "buffers", "evaluation"
 UPDATES = tuple(f"weights after step {i + 1}" for i in range(STEPS))
 UNREDUCED = "gradient before its reduction"  # compared with others of its kind alone, see causes.py
-STAGES = (BATCH, INITIAL, FORWARD, LOSS, GRADIENT, CLIPPED, *UPDATES, BUFFERS, EVALUATION)  # in their order
+RELOADED, MOMENTS = "weights and buffers read back", "moments read back"
+# In their order.
+STAGES = (BATCH, INITIAL, FORWARD, LOSS, GRADIENT, CLIPPED, *UPDATES, BUFFERS, EVALUATION, RELOADED, MOMENTS)
 Key = tuple[str, str]  # (stage, name)
 
 
@@ -58,15 +65,30 @@ def part_of_rank(value: Tensor, spec: Spec | None = None) -> Part:
 Record = dict[Key, Part]  # in the order in which they are computed
 
 
-def record(config: Config, device: torch.device, read_data: bool = False) -> tuple[Record, dict[str, str], set[str]]:
-    """Train for STEPS steps and evaluate once.
+class Training(NamedTuple):
+    """What was recorded of a training.
 
-    read_data: on batches of the config's data, as its loader reads them, in place of random ones.
-    Returns the Record of this rank, {module: its class}, and the modules that draw random numbers.
+    kinds: {module: its class}. drawing: the modules that draw random numbers. unsaved: why its state cannot be saved
+    and read back, "" where it can.
     """
-    step, found, drawing = build_step(config, device), Record(), set[str]()
+
+    found: Record
+    kinds: dict[str, str]
+    drawing: set[str]
+    unsaved: str
+
+
+def record(config: Config, device: torch.device, read_data: bool = False, folder: Path | None = None) -> Training:
+    """Train for STEPS steps and evaluate once; save the state into a folder, the same on all ranks, and read it back.
+
+    read_data: on batches of the config's data, as its loader reads them, in place of random ones. folder: None: the
+    state is not saved.
+    """
+    step, found, drawing = build_wide_step(config, device), Record(), set[str]()
     model = step.parallel.model
-    for i, (x, y) in enumerate(read_batches(step) if read_data else random_batches(step)):
+    step.optimizer.register_step_pre_hook(lambda *_: drop_rounding(model))
+    batches = read_batches(step) if read_data else random_batches(step)
+    for i, (x, y) in enumerate(batches):
         if i > 0:
             step(i, x, y)
         else:
@@ -76,12 +98,76 @@ def record(config: Config, device: torch.device, read_data: bool = False) -> tup
             found[LOSS, "of step 1"] = Part(comm.all_reduce(loss) / comm.world_size())
         found |= weights(step, UPDATES[i])
     found |= {(BUFFERS, name): part_of_rank(buffer) for name, buffer in model.named_buffers()}
-    step.parallel.share_buffers()
+    step.parallel.share_buffers()  # as before a validation, or a checkpoint
     model.eval()
     with torch.no_grad():
         output = step.parallel.predict(x[:, : config.model_in_channels], config.n_out_channels)
     found[EVALUATION, "output"] = part_of_rank(output)
-    return found, {name: type(module).__name__ for name, module in model.named_modules()}, drawing
+    unsaved = ""
+    if folder:
+        fresh = build_wide_step(config, device)  # as a resumed run begins
+        unsaved = why_not_saved(step, fresh, folder)
+        if not unsaved:
+            found |= state(fresh)
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    return Training(found, kinds, drawing, unsaved)
+
+
+def build_wide_step(config: Config, device: torch.device) -> TrainingStep:
+    """The training step of a config, with a model that has no narrower numbers than the default dtype."""
+
+    def build_wide(config: Config) -> nn.Module:
+        model = build_model(config)
+        with keep_ties(model):
+            return model._apply(widened)
+
+    with patch("training.assembly.build_model", build_wide):
+        return build_step(config, device)
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """A tensor in the default dtype, or its complex one; as it is where it is wider already, or has no such numbers."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    return tensor.to(torch.promote_types(tensor.dtype, torch.get_default_dtype()))
+
+
+def rounding_of(dtype: torch.dtype) -> float:
+    """A number that counts as zero beside 1: far above rounding, far below what a mistake changes."""
+    return torch.finfo(dtype).eps ** 0.75
+
+
+@torch.no_grad()
+def drop_rounding(model: nn.Module) -> None:
+    """Set gradients to zero that are zero but for rounding, beside the model's largest.
+
+    That of a bias in front of a BatchNorm is one. Adam divides a gradient by its size, so it would train on rounding,
+    which no two layouts have in common.
+    """
+    gradients: list[Tensor] = []
+    for parameter in model.parameters():
+        grad = parameter.grad
+        if grad is not None:
+            gradients.append(grad.to_local() if isinstance(grad, DTensor) else grad)
+    own = max((grad.abs().max().item() for grad in gradients if grad.numel()), default=0.0)
+    largest = max(comm.gather(own))
+    for grad in gradients:
+        sizes = grad.abs()
+        grad.masked_fill_(sizes <= rounding_of(sizes.dtype) * largest, 0)
+
+
+def state(step: TrainingStep) -> Record:
+    """Weights, buffers and moments, as a checkpoint has them."""
+    tensors, specs, found = state_of(step), step.parallel.split.specs, Record()
+    for name, value in tensors["model"].items():
+        found[RELOADED, name] = part_of_rank(value, specs.get(name))
+    for name, moments in tensors["optimizer"].items():
+        for moment, value in moments.items():
+            if moment == "exp_avg_sq":  # as large as a gradient, so that all moments have one scale
+                value = value.sqrt()
+            spec = specs.get(name) if value.dim() else None
+            found[MOMENTS, f"{moment} of {name}"] = part_of_rank(value, spec)
+    return found
 
 
 def random_batches(step: TrainingStep) -> Iterable[tuple[Tensor, ...]]:

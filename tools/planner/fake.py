@@ -149,7 +149,8 @@ class Replica(nn.Module):
     """A stand-in for DistributedDataParallel with the same memory and messages: the reducer in C++ needs data.
 
     Gradients are views into buckets, which stay allocated. A bucket is reduced when its last gradient is ready. After
-    the first step the buckets hold the parameters in the order in which their gradients became ready.
+    the first step the buckets hold the parameters in the order in which their gradients became ready, and then those
+    that had none: a parameter without use is ready as soon as a backward pass begins.
     """
 
     def __init__(
@@ -161,8 +162,13 @@ class Replica(nn.Module):
         self.group, self.compressed = comm.get_group("dp_image"), options.gradient_compression == "bf16"
         self.fixed = bool(split.stages)  # DDP looks for unused parameters: the first order stays
         self.limit = int(options.bucket_cap_mb * 2**20)
-        self.parameters_in_buckets = [p for name, p in module.named_parameters() if name not in split.specs]
-        self.order: list[nn.Parameter] = []
+        self.parameters_in_buckets: list[nn.Parameter] = []
+        for name, parameter in module.named_parameters():
+            if name not in split.specs and parameter.requires_grad:  # DDP takes no frozen ones
+                self.parameters_in_buckets.append(parameter)
+        self.order: list[nn.Parameter] = []  # whose gradients are ready in this step
+        self.unused: list[nn.Parameter] = []  # known after the first step
+        self.is_settled = False
         self._fill(self.parameters_in_buckets)
         for parameter in self.parameters_in_buckets:
             parameter.register_post_accumulate_grad_hook(self._collect)
@@ -180,6 +186,8 @@ class Replica(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         """The output of the module."""
+        if self.order:  # of a step that is over, in which some parameters had no gradient
+            self._settle()
         return self.module(*args)
 
     def no_sync(self) -> AbstractContextManager[Any]:
@@ -188,26 +196,47 @@ class Replica(nn.Module):
 
     @torch.no_grad()
     def _collect(self, parameter):
-        bucket, view = self.bucket_of[parameter]
+        _, view = self.bucket_of[parameter]
         if storage_id(parameter.grad) != storage_id(view):
             parameter.grad = view.copy_(parameter.grad)
         if not self.wanted:
             return
+        if not self.order:
+            for unused in self.unused:
+                self._is_ready(unused)
         self.order.append(parameter)
-        bucket["missing"] -= 1
-        if not bucket["missing"]:
-            self._reduce(bucket)
-        if len(self.order) < len(self.parameters_in_buckets):
+        self._is_ready(parameter)
+        if len(self.order) + len(self.unused) < len(self.parameters_in_buckets):
             return
         if self.fixed:  # which parameters were used, of all ranks
             used = torch.zeros(len(self.parameters_in_buckets), dtype=torch.int32, device=self.device)
             dist.all_reduce(used, group=self.group)
-        elif list(map(id, self.order)) != list(map(id, self.parameters_in_buckets)):
-            self.parameters_in_buckets, filled = self.order, self.bucket_of
-            self._fill(self.order)
-            for own in self.order:  # this step's gradients
+        self._settle()
+
+    def _is_ready(self, parameter):
+        bucket, _ = self.bucket_of[parameter]
+        bucket["missing"] -= 1
+        if not bucket["missing"]:
+            self._reduce(bucket)
+
+    @torch.no_grad()
+    def _settle(self):
+        """At the end of a step: after the first one the buckets hold the parameters in the order of that step."""
+        order, self.order = self.order, []
+        if self.fixed or self.is_settled:
+            return
+        self.is_settled = True
+        ready = set(order)
+        self.unused = [parameter for parameter in self.parameters_in_buckets if parameter not in ready]
+        settled = [*order, *self.unused]
+        if list(map(id, settled)) == list(map(id, self.parameters_in_buckets)):
+            return
+        filled = self.bucket_of
+        self.parameters_in_buckets = settled
+        self._fill(settled)
+        for own in order:  # this step's gradients
+            if own.grad is not None:
                 own.grad = self.bucket_of[own][1].copy_(filled[own][1])
-        self.order = []
 
     def _reduce(self, bucket):
         bucket["missing"] = bucket["members"]

@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import cache
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from distributed.data_parallel import DataParallelOptions, data_parallel
 from distributed.parallel_model import transform_forward
+from networks import neighborhood
 from networks.vit import Attention
 from tools.instruments.tracker import Message, Operation, Tracker, phases_of
 from tools.planner.cuda_autocast import CudaAutocast
@@ -75,6 +77,11 @@ def trace_step(config: Config, layout: Layout, device_type: str = "cuda") -> lis
     return [_deep(config, layout, int(rank), device_type) for rank in sorted({0, layout.groups("pp")[0][-1]})]
 
 
+def is_exact(config: Config) -> bool:
+    """Tell whether a trace has all operations of a run: compiled code and 8-bit products have others, see _trace."""
+    return not config.enable_jit and not config.enable_cuda_graphs and config.amp_mode != "fp8"
+
+
 def _deep(config, layout, rank, device_type):
     stages = layout.pp * (2 if layout.pp > 1 and config.pp_schedule == "interleaved" else 1)
     unit = stages * (config.checkpointing_interval if config.activation_checkpointing != "none" else 1)
@@ -99,6 +106,8 @@ def _trace(config, layout, rank, device_type):
     device = torch.device("cpu")  # the only one whose fake tensors have a backward pass
     autocast = CudaAutocast(AMP_DTYPES.get(config.amp_mode)) if device_type != "cpu" else None
     with fake_rank(layout, rank, device_type) as fake, values_are_zero(), ExitStack() as stack:
+        # A run keeps these indices from the first block that needs them on, but not those of tensors without data.
+        stack.enter_context(patch.object(neighborhood, "_tiles", cache(neighborhood._tiles)))
         if autocast:  # one context of all stages: copies of parameters in low precision are made once
             stack.enter_context(autocast.ahead_of_collectives())
             stack.enter_context(patch.object(TrainingStep, "autocast", lambda _: autocast))

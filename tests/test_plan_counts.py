@@ -1,0 +1,30 @@
+"""Plans count what ranks hold, send and compute, of options and models whose plans were once off."""
+
+import pytest
+
+from tests.support.compositions import composition_of, planted_trial
+from tools.compositions.composition import Base
+from tools.compositions.judge import planned_counts, unplanned
+from tools.compositions.trial import Trial
+
+WINDOWS = 'model=neighborhood model_args={"kernel_size":3}'
+UNUSED = "model=tests.support.own_models:Unused"
+COUNTED = [
+    WINDOWS,
+    f"domain_parallel=2 {WINDOWS}",
+    "dp=2 freeze=blocks.0.*",
+    "dp=2 data_parallel=zero1 freeze=blocks.0.*",
+    "tensor_parallel=2 tp_backend=dtensor",
+    f"dp=2 {UNUSED}",
+    f"dp=2 {UNUSED} bucket_cap_mb=0.001",
+    "domain_parallel=1x2 data_parallel=zero2",
+]
+
+
+@pytest.mark.parametrize("words", COUNTED)
+def test_a_plan_counts_what_ranks_hold_send_and_compute(ranks, words):
+    case = Base([]).case(composition_of(words).choices)
+    outcomes = ranks(case.ranks, planted_trial, Trial(case, counts=True), "none")
+    (planned,) = planned_counts(None, case, True)
+    assert not outcomes[0].refused and planned["parameters"] > 0
+    assert unplanned(outcomes[0].counted, planned) == []

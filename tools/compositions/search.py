@@ -1,0 +1,228 @@
+"""`python plan.py check --all`: draw compositions of options, run them, and show the smallest that are wrong."""
+
+import argparse
+import itertools
+import random
+import shlex
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tools.compositions.choices import (
+    DP,
+    EXAMPLES,
+    Choice,
+    all_choices,
+    keys_without_values,
+)
+from tools.compositions.composition import Base, Composition, TooManyRanks, ranks_of
+from tools.compositions.drawing import Draws
+from tools.compositions.judge import EQUAL, FINDING, HANG_SECONDS, NUMBERS, REFUSED, Judge, Verdict
+from tools.planner.layouts import SPLITS
+from utils.config import parse_command_line
+from utils.errors import ArgumentParser, UsageError, real, whole
+from utils.files import write_json
+
+MOST_SHRINKING = 40  # runs to make a finding smaller
+
+
+@dataclass
+class Finding:
+    """A composition that came out wrong, made as small as it stays wrong. seen: how often it was met."""
+
+    composition: Composition
+    verdict: Verdict
+    command: str
+    seen: int = 1
+
+    def lines(self) -> list[str]:
+        """The finding in words."""
+        times = f" (met {self.seen} times)" if self.seen > 1 else ""
+        return [
+            f"{self.verdict.kind}: {self.composition.name}{times}",
+            f"    {self.verdict.text}",
+            f"    {self.command}",
+        ]
+
+
+@dataclass
+class Report:
+    """The result of a search."""
+
+    seed: int
+    results: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    findings: list[Finding] = field(default_factory=list)
+    pairs: int = 0
+    pairs_left: int = 0
+    pairs_refused: int = 0
+    without_values: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON can hold it."""
+        findings = []
+        for finding in self.findings:
+            findings.append({
+                "kind": finding.verdict.kind, "text": finding.verdict.text, "composition": finding.composition.name,
+                "command": finding.command, "seen": finding.seen,
+            })  # fmt: skip
+        return {
+            "seed": self.seed, **{name: self.results[name] for name in (EQUAL, REFUSED, FINDING)},
+            "pairs": {"all": self.pairs, "left": self.pairs_left, "refused": self.pairs_refused},
+            "refusals": dict(self.refusals.most_common()), "findings": findings,
+            "keys_without_values": self.without_values,
+        }  # fmt: skip
+
+    def text(self) -> str:
+        """The report for people."""
+        total, covered = self.results.total(), self.pairs - self.pairs_left - self.pairs_refused
+        lines = [
+            f"seed {self.seed}: {total} compositions: {self.results[EQUAL]} equal, {self.results[REFUSED]} refused, "
+            f"{self.results[FINDING]} with findings",
+            f"{self.pairs} pairs of choices: {covered} run, {self.pairs_refused} refused, {self.pairs_left} left",
+        ]
+        for finding in self.findings:
+            lines += ["", *finding.lines()]
+        return "\n".join(lines)
+
+
+def search(base: Base, draws: Draws, judge: Judge, report: Report, end: float) -> None:
+    """Run drawn compositions until the time `end`, and put what comes out into a report."""
+    for composition in draws:
+        if time.monotonic() > end:
+            break
+        verdict = judge.judge(composition)
+        report.results[verdict.result] += 1
+        if verdict.result == REFUSED:
+            report.refusals[verdict.text] += 1
+        if verdict.result == FINDING:
+            note(report, composition, verdict, base, judge)
+    report.refusals += draws.refusals
+    report.pairs, report.pairs_left = len(draws.pairs), len(draws.uncovered)
+    report.pairs_refused = len(draws.illegal)
+
+
+def note(report: Report, composition: Composition, verdict: Verdict, base: Base, judge: Judge) -> None:
+    """Count a finding that is known, or make a new one small and print it."""
+    for known in report.findings:
+        if known.verdict.kind == verdict.kind and composition.holds(known.composition):
+            known.seen += 1
+            return
+    smallest, why = shrink(composition, verdict, judge)
+    # Made small, it may turn out to be a known one.
+    for known in report.findings:
+        if known.verdict.kind == why.kind and known.composition == smallest:
+            known.seen += 1
+            return
+    finding = Finding(smallest, why, base.command(smallest))
+    report.findings.append(finding)
+    print("\n".join(finding.lines()), flush=True)
+
+
+def shrink(composition: Composition, verdict: Verdict, judge: Judge) -> tuple[Composition, Verdict]:
+    """Leave out one choice after the other, as long as the same kind of finding stays."""
+    runs = itertools.count()
+    is_smaller = True
+    # Each choice that is left out begins anew: what was needed beside it may not be needed any more.
+    while is_smaller and next(runs) < MOST_SHRINKING:
+        is_smaller = False
+        for candidate in composition.smaller():
+            if next(runs) >= MOST_SHRINKING:
+                break
+            try:
+                found = judge.judge(candidate)
+            except TooManyRanks:
+                continue
+            if found.result == FINDING and is_same_kind(found.kind, verdict.kind):
+                composition, verdict, is_smaller = candidate, found, True
+                break
+    return composition, verdict
+
+
+def is_same_kind(found: str, before: str) -> bool:
+    """Tell whether two findings are of one kind: numbers that differ, or the same other one."""
+    kinds = [kind.removeprefix("resumed: ") for kind in (found, before)]
+    return kinds[0] == kinds[1] or all(kind in NUMBERS for kind in kinds)
+
+
+def named_composition(ranks: int, words: Sequence[str], then: str | None) -> Composition:
+    """The composition that a command names."""
+    choices = choices_of(ranks, words)
+    others = None
+    if then is not None:
+        parser = ArgumentParser(prog="--then", allow_abbrev=False)
+        parser.add_argument("--ranks", type=whole(1, 64), default=1)
+        known, rest = parser.parse_known_args(shlex.split(then))
+        others = tuple(choices_of(known.ranks, rest))
+    return Composition(tuple(choices), others)
+
+
+def choices_of(ranks: int, words: Sequence[str]) -> list[Choice]:
+    """The choices that the words of a command line make, with so many ranks."""
+    options = parse_command_line(words, None, "config/ViT.yaml")
+    found = []
+    for key, value in options.items():
+        if key not in ("yaml_config", "config"):
+            found.append(Choice(f"{key}={value}", {key: value}))
+    return [*found, *choices_of_ranks(ranks, options)]
+
+
+def choices_of_ranks(ranks: int, options: dict[str, Any]) -> Iterator[Choice]:
+    """The choice of DP that leaves so many ranks to the other dimensions of the mesh."""
+    others = ranks_of({key: options[key] for key in SPLITS if key in options})
+    if ranks % others:
+        raise UsageError(f"--ranks {ranks}: not a multiple of the {others} that the other dimensions have")
+    if ranks > others:
+        yield Choice(f"{DP}={ranks // others}", {DP: ranks // others})
+
+
+def main(argv: Sequence[str]) -> int:
+    """Command line of `plan.py check --all`; returns the exit status: 0 where nothing was found, else 1."""
+    parser = ArgumentParser(
+        prog="plan.py check --all", description=__doc__.partition("\n")[0], allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    option = parser.add_argument
+    option("--all", action="store_true", help="compositions of options, in place of --layouts")
+    option("--minutes", type=real(0, 10**4), default=20, help="how long to draw compositions (%(default)s)")
+    option("--seed", type=whole(0, 2**32), help="of what is drawn; a number that is told, unless given")
+    option("--patience", type=real(1, 10**4), default=HANG_SECONDS, help="seconds of a hang (%(default)s)")
+    option("--ranks", type=whole(1, 64), help="run the one composition that the options name, on so many ranks")
+    option("--then", metavar="WORDS", help="with --ranks: the layout that goes on from a checkpoint")
+    option("--json", type=Path, metavar="FILE", help="write the report")
+    options, words = parser.parse_known_args(argv)
+    seed = options.seed
+    if seed is None:
+        seed = random.SystemRandom().randrange(2**32)
+    report = Report(seed)
+    if options.ranks is None:
+        if options.then is not None:
+            raise UsageError("--then belongs to --ranks, the composition that it goes on from")
+        base = Base(words)
+        given = parse_command_line(words, None, "config/ViT.yaml").keys()
+        report.without_values = [key for key in keys_without_values(base.config) if key not in EXAMPLES]
+        draws = Draws(base, all_choices(base.config, given), seed)
+        with Judge(base, options.patience) as judge:
+            search(base, draws, judge, report, time.monotonic() + 60 * options.minutes)
+    else:
+        run_one(report, options, words)
+    print(report.text())
+    if options.json:
+        write_json(options.json, report.to_json())
+    return 1 if report.findings else 0
+
+
+def run_one(report: Report, options: argparse.Namespace, words: Sequence[str]) -> None:
+    """Run the composition that a command names, and put what comes out into a report."""
+    base = Base([])
+    composition = named_composition(options.ranks, words, options.then)
+    with Judge(base, options.patience) as judge:
+        verdict = judge.judge(composition)
+    report.results[verdict.result] += 1
+    if verdict.result == REFUSED:
+        raise UsageError(verdict.text)
+    if verdict.result == FINDING:
+        report.findings.append(Finding(composition, verdict, base.command(composition)))

@@ -1,0 +1,63 @@
+"""Save the state of a training as a run does, and read it back into a training that begins anew."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from distributed.weight_shards import global_view, take_parts
+from training.checkpoint import CheckpointFolder, State, collect_state, restore_state
+from training.step import TrainingStep
+from utils.errors import first_line
+
+
+def save_state(step: TrainingStep, folder: CheckpointFolder, iteration: int) -> None:
+    """Save weights, buffers, moments and averages of a training, on all its ranks together."""
+    step.parallel.share_buffers()
+    view = global_view(state_of(step), step.parallel.split)
+    folder.save(iteration, storable(view), {}, wait=True)
+
+
+def load_state(step: TrainingStep, folder: CheckpointFolder) -> int:
+    """Read the newest state of a folder into a training, in any layout; returns its iteration."""
+    tensors, split = state_of(step), step.parallel.split
+    view = global_view(tensors, split)
+    marker = folder.load_newest(storable(view))
+    assert marker is not None
+    take_parts(tensors, view, split)
+    restore_state(tensors, step.parallel.model, step.optimizer)
+    return marker["iteration"]
+
+
+def state_of(step: TrainingStep) -> State:
+    """The tensors of a training that a checkpoint holds, but random numbers: ranks of layouts have their own."""
+    tensors = collect_state(step.parallel.model, step.optimizer)
+    if step.average:
+        tensors["ema"] = step.average.weights
+    return tensors | {"random": {}}
+
+
+def storable(view: State) -> State:
+    """The same memory, as numbers that the format of checkpoints has: complex128 as pairs of float64."""
+
+    def pairs(value: Any) -> Any:
+        is_wide = isinstance(value, Tensor) and value.dtype == torch.complex128
+        return torch.view_as_real(value) if is_wide else value
+
+    return tree_map(pairs, view)
+
+
+def why_not_saved(step: TrainingStep, fresh: TrainingStep, path: Path) -> str:
+    """Save a training, and read it back into a fresh one of the same config: "" where that goes well, else the reason.
+
+    path: a folder for it, the same on all ranks. The fresh training has the state then.
+    """
+    folder = CheckpointFolder(path, keep=1)
+    try:
+        save_state(step, folder, 1)
+        load_state(fresh, folder)
+    except Exception as error:  # whatever a model's own tensors lead to
+        return f"{type(error).__name__}: {first_line(error)}"
+    return ""
