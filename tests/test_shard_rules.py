@@ -105,6 +105,7 @@ SORTED = [
     "x.unfold(2, 2, 2)", "x.unfold(1, 7, 1)", "torch.unique((x.detach() * 2).round())",
 ]  # fmt: skip
 JOINS = [  # x, y (3, 7, 4), z plain (3, 1, 4)
+    "z.expand_as(x) * 2", "z[0, 0].expand_as(y) + x",
     "torch.cat([x, y], 0)", "torch.cat([x, y], dim=1)", "torch.cat((x, y, x), -1)", "torch.cat([z, x], 1)",
     "torch.cat([x, z], 1)", "torch.cat([z, x, y], dim=1)", "torch.cat([x[:, -2:], x, x[:, :1]], 1)",
     "torch.cat([x, x.square()[:, :0]], 1)",

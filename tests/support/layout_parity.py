@@ -1,6 +1,7 @@
 """A layout of rung 3 or 4 against one device: the losses and the weights of the same training."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -215,14 +216,14 @@ def train_in_double(config, steps=10):
 
 def record_in_double(config, file, read_data=False):
     case = Case("one device", check.plain(config), config.layout(1))
-    check.record_serially(Process(device=CPU), case, file, "float64", read_data)
+    check.record_serially(Process(device=CPU), case, Path(file), "float64", read_data)
 
 
 def compare_in_double(config, file, plant=nullcontext, read_data=False):
     """On a rank: the Result of `plan.py check` for its layout. plant: makes a context, in which it is computed."""
     case = Case("layout", check.plain(config), config.layout(comm.world_size()))
     with plant():
-        return check.compare(Process(device=CPU), case, file, "float64", read_data)
+        return check.compare(Process(device=CPU), case, Path(file), "float64", read_data)
 
 
 def check_in_double(ranks, tiny_config, layout, options):

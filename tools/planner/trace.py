@@ -169,7 +169,9 @@ def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
         note("parameters at most", parameters())
 
     def saved(tensor):
-        if storage_id(tensor) not in set(map(storage_id, parallel.model.parameters())):
+        # Weights and tables that the backward pass reads are held anyway.
+        kept_anyway = [*parallel.model.parameters(), *parallel.model.buffers()]
+        if storage_id(tensor) not in set(map(storage_id, kept_anyway)):
             tracker.save([tensor])
         return tensor
 

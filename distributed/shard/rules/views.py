@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from distributed.collectives import Sizes
-from distributed.shard.operands import global_shape
+from distributed.shard.operands import fitted, global_shape, gradient_spec
 from distributed.shard.redistribute import recut
 from distributed.shard.rules.reductions import dims_of
 from distributed.shard.spec import Axes, Axis, Spec, merged, over, whole
@@ -211,8 +211,14 @@ def squeeze(func: Callable, x: ShardTensor, dim: int | Sequence[int] | None = No
 
 
 @rule(*named("expand", "expand_as", "broadcast_to"))
-def expand(func: Callable, x: ShardTensor, *shape: Any, **keywords: Any) -> ShardTensor:
-    """Expand to a global shape; -1 keeps a size. A split dimension of size 1 cannot be expanded."""
+def expand(func: Callable, x: Tensor, *shape: Any, **keywords: Any) -> ShardTensor:
+    """Expand to a global shape; -1 keeps a size. A split dimension of size 1 cannot be expanded.
+
+    A plain tensor that is expanded as a ShardTensor is split as that is.
+    """
+    if not isinstance(x, ShardTensor):
+        like = gradient_spec(next(iter((*shape, *keywords.values()))).spec)
+        return wrap(fitted(x, like).expand(like.local_shape), like)
     shape = numbers(shape, keywords)
     ahead = len(shape) - len(x.spec.dims)
     dims, sizes = [], []
