@@ -102,6 +102,7 @@ def test_a_command_is_one_that_the_programs_take(line):
             "tools.planner.calibrate.read_launch",
             "tools.planner.validate.verify",
             "tools.layout_check.check.check_machine",
+            "tools.compositions.search.Base",
         ]
         parts += ["plan.load_gpu", "plan.compare"]
         with contextlib.ExitStack() as stack:

@@ -393,7 +393,8 @@ def test_a_line_lost_in_validation_costs_no_score(server, tiny_options, tmp_path
 
 
 def test_a_server_that_comes_back_is_waited_for(server, tiny_options, tmp_path):
-    server.dies_after, server.naps = 30, 4
+    # More than the client asks again by itself: once for each connection that it had kept.
+    server.dies_after, server.naps = 30, 8
     keys = streamed(server, retry_seconds=30)
     ended = programs.run(["train.py", *tiny_options(run_num="napped", **keys)])
     assert ended.returncode == 0, ended.stderr

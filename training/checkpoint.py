@@ -89,16 +89,20 @@ def restore_state(
 
 @torch.no_grad()
 def make_moments(optimizer: Optimizer) -> None:
-    """Let an optimizer that has made no step have its moments: zero, and a count of no steps.
+    """Let an optimizer have moments for all of its parameters: zero, and a count of no steps, where it has none yet.
 
-    The optimizer makes them itself, in a step whose learning rate is zero.
+    That is of all parameters before the first step, and later of those that no step has used. The optimizer makes them
+    itself, in a step whose learning rate is zero.
     """
-    if optimizer.state:
-        return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    unused = [parameter for parameter in parameters if parameter not in optimizer.state]
+    if not unused:
+        return
     gradients = [parameter.grad for parameter in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in parameters:
+        parameter.grad = None  # the optimizer passes over those that have moments
+    for parameter in unused:
         parameter.grad = torch.zeros_like(parameter)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
@@ -107,8 +111,8 @@ def make_moments(optimizer: Optimizer) -> None:
         group["lr"] = rate
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    for state in optimizer.state.values():
-        for value in state.values():
+    for parameter in unused:
+        for value in optimizer.state[parameter].values():
             value.zero_()
 
 
