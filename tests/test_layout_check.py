@@ -84,6 +84,7 @@ ONE |= {"gradient_accumulation": 1, "sequence_parallel": False, "data_parallel":
 
 
 @pytest.mark.slow("each of the layouts that plans are verified with")
+@pytest.mark.timeout(900)
 def test_no_layout_of_verify_yaml_gives_an_alarm(ranks, tmp_path):
     cases = [case for case in build_cases() if case.ranks > 1]
     assert len(cases) > 20
