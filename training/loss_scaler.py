@@ -18,15 +18,10 @@ from torch.optim import Optimizer
 INITIAL_SCALE = 2.0**16  # torch's own
 
 
-class OwnScaler(torch.amp.GradScaler):
-    """A GradScaler of a rank whose gradients are averaged over `ranks`.
+class ScaleOfOneDevice(torch.amp.GradScaler):
+    """What a scaler of gradients that are averaged over `ranks` tells and reads: the scale of one device."""
 
-    `get_scale` and checkpoints have the scale of one device.
-    """
-
-    def __init__(self, device: str, enabled: bool, ranks: int):
-        super().__init__(device, init_scale=INITIAL_SCALE / ranks, enabled=enabled)
-        self.ranks = ranks
+    ranks: int
 
     def get_scale(self) -> float:
         """The scale that one device has."""
@@ -38,7 +33,15 @@ class OwnScaler(torch.amp.GradScaler):
             super().load_state_dict(own_state(state_dict, self.ranks))
 
 
-class SharedScaler(ShardedGradScaler):
+class OwnScaler(ScaleOfOneDevice):
+    """A scaler of ranks that hold the same parameters."""
+
+    def __init__(self, device: str, enabled: bool, ranks: int):
+        super().__init__(device, init_scale=INITIAL_SCALE / ranks, enabled=enabled)
+        self.ranks = ranks
+
+
+class SharedScaler(ScaleOfOneDevice, ShardedGradScaler):
     """A scaler of ranks that hold different parameters: they agree whether a step has overflowed."""
 
     def __init__(self, device: str, enabled: bool, ranks: int):
@@ -46,15 +49,6 @@ class SharedScaler(ShardedGradScaler):
         scale = INITIAL_SCALE / ranks
         super().__init__(device, init_scale=scale, enabled=enabled, process_group=dist.group.WORLD)
         self.ranks = ranks
-
-    def get_scale(self) -> float:
-        """The scale that one device has."""
-        return super().get_scale() * self.ranks
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the state of any layout; empty where losses are not scaled."""
-        if state_dict:
-            super().load_state_dict(own_state(state_dict, self.ranks))
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale, and learn whether any rank has one that is not finite."""

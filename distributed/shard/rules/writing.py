@@ -127,10 +127,18 @@ def _write_places(func: Callable, x: ShardTensor, items: list[Any], value: Any) 
     if split_masks:
         _write_split_mask(func, view, selectors, after, value)
         return
+    is_one_number = not isinstance(value, Tensor) or value.dim() == 0
+    is_whole_mask = len(selectors) == 1 and selectors[0].dtype == torch.bool
+    if is_one_number and is_whole_mask and selectors[0].shape == view.spec.shape[first : first + count]:
+        # The host need not know which places these are, for which it would wait for the device.
+        mask = selectors[0].to(x.device)
+        dispatch(Tensor.masked_fill_, view, mask.reshape(*mask.shape, *[1] * after), value)
+        written(x)
+        return
     place_shape = view.spec.shape[first : first + count]
     mask, order, shape = _mask_of_places(selectors, place_shape, x.device)
     over_after = mask.reshape(*mask.shape, *[1] * after)
-    if not isinstance(value, Tensor) or value.dim() == 0:
+    if is_one_number:
         dispatch(Tensor.masked_fill_, view, over_after, value)
     else:
         spread = _spread(_without_leading_ones(value, first + len(shape) + after), order, shape, after)
