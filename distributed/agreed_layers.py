@@ -64,8 +64,6 @@ class LayerWatch:
 
     def _compare(self, number: int) -> None:
         """Raise UsageError, on every rank and in the same words, where a rank is about to call another unit."""
-        if "fake" in dist.get_backend(self.group):  # the planner's ranks compute nothing
-            return
         numbers = torch.tensor([number, -number], device=self.device)
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group)
         last, first = numbers.tolist()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support import programs
 from tests.support.refusals import refusal
-from utils.launch import Launch, read_launch, warn_of_unused_tasks
+from utils.launch import VARIABLES, Launch, read_launch, warn_of_unused_tasks
 
 TORCHRUN = {
     "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
@@ -164,7 +164,8 @@ def test_two_ranks_of_mpiexec_train_together(tiny_options, tmp_path):
     programs_started = []
     for rank in range(2):
         told = {"PMI_RANK": rank, "PMI_SIZE": 2, "MPI_LOCALRANKID": rank, "MPI_LOCALNRANKS": 2}
-        env = os.environ | {name: str(value) for name, value in told.items()} | {"PMIX_NAMESPACE": str(tmp_path)}
+        outside = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+        env = outside | {name: str(value) for name, value in told.items()} | {"PMIX_NAMESPACE": str(tmp_path)}
         programs_started.append(programs.start(words, env, merged=True))
     outcomes = [programs.finish(program) for program in programs_started]
     assert [status for status, _ in outcomes] == [0, 0], outcomes
