@@ -9,22 +9,18 @@ which layer they call before they gather it: an all-reduce of two numbers for ea
 Models that draw on a GPU alone, such as by dropout, do not pay.
 """
 
-import ctypes
-import random
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.random.mtrand import get_bit_generator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from utils.errors import UsageError
+from utils.host_random import host_generators
 
 END = "the end of the model"
-MERSENNE_BYTES = 4 * (624 + 1)  # the words of a Mersenne twister, and its place among them
 
 
 class LayerWatch:
@@ -73,16 +69,3 @@ class LayerWatch:
                 f"next, another '{self.names[last]}'. Layers that share out their parameters must be called by all "
                 "ranks: use --data_parallel ddp, or draw what does not depend on the rank"
             )
-
-
-def host_generators() -> tuple[Any, ...]:
-    """The states of the generators of Python, numpy and torch on the host, to be compared."""
-    return random.getstate(), _state_of_numpy(), torch.get_rng_state().numpy().tobytes()
-
-
-def _state_of_numpy():
-    """The memory of numpy's generator: what its own `state` says of it takes as long as a small layer computes."""
-    generator = get_bit_generator()
-    if isinstance(generator, np.random.MT19937):
-        return ctypes.string_at(generator.ctypes.state_address, MERSENNE_BYTES)
-    return repr(generator.state)

@@ -2,9 +2,11 @@
 
 import contextlib
 import gc
+import random
 import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -139,6 +141,27 @@ def test_a_step_that_cannot_be_captured_ends_in_one_line(fake_cuda):
     with refusal("cannot be captured: CUDA error: operation not permitted.*capturing$"):
         for _ in range(WARMUP_STEPS + 1):
             captured(step, torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    "draw", [random.random, np.random.rand, lambda: torch.rand(1)], ids=["random", "numpy", "torch"]
+)
+@pytest.mark.parametrize("first", [0, WARMUP_STEPS], ids=["warm-up", "capture"])
+def test_a_step_that_draws_on_the_host_is_refused(fake_cuda, draw, first):
+    """Its replays would repeat one draw. A model may draw in some steps alone."""
+    calls = []
+
+    def step(x):
+        calls.append(x)
+        if len(calls) > first:
+            draw()
+        return x.sum()
+
+    captured = CapturedStep()
+    with refusal("--enable_cuda_graphs: the step draws random numbers on the host"):
+        for _ in range(WARMUP_STEPS + 1):
+            captured(step, torch.zeros(2))
+    assert len(calls) == first + 1
 
 
 def captured_step(config):

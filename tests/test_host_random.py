@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from distributed.agreed_layers import LayerWatch, host_generators
+from distributed.agreed_layers import LayerWatch
 from tests.support.layout_parity import build, train_serially, train_steps
 from training.model import initial_weights
 from utils import comm
-from utils.host_random import HostRandom, drawn_again, host_states
+from utils.host_random import HostRandom, drawn_again, host_generators, host_states
 
 
 def own(name):

@@ -4,7 +4,8 @@ Recorded is what the GPU does, NCCL's collectives included; Python and the host'
 the CUDA graphs section of PyTorch's notes on CUDA semantics, with what it says of DistributedDataParallel.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from utils import comm
 from utils.device import capture_stream, on_capture_stream
 from utils.errors import UsageError, reported_as_usage_error
+from utils.host_random import host_generators
 from utils.schema import Config
 
 WARMUP_STEPS = 3  # run before the capture, so that libraries, communicators and the allocator have settled
@@ -70,13 +72,29 @@ class CapturedStep:
             static.copy_(x)
         if self.warmup_left:
             self.warmup_left -= 1
-            with on_capture_stream():
+            with on_capture_stream(), without_host_draws():
                 return step(*self.inputs)
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
             # Other threads go on: they copy batches ahead and write checkpoints.
             recording = torch.cuda.graph(self.graph, stream=capture_stream(), capture_error_mode="thread_local")
-            with reported_as_usage_error(RuntimeError, "--enable_cuda_graphs: this step cannot be captured"), recording:
+            named = reported_as_usage_error(RuntimeError, "--enable_cuda_graphs: this step cannot be captured")
+            with without_host_draws(), named, recording:
                 self.loss = step(*self.inputs)
         self.graph.replay()
         return self.loss.clone()  # the next replay writes over it
+
+
+@contextmanager
+def without_host_draws() -> Iterator[None]:
+    """Raise UsageError where random numbers were drawn on the host inside: a replay would repeat those of the capture.
+
+    What a GPU's generator draws is drawn anew in every replay.
+    """
+    before = host_generators()
+    yield
+    if host_generators() != before:
+        raise UsageError(
+            "--enable_cuda_graphs: the step draws random numbers on the host (random, numpy, or torch on the CPU), and "
+            "every replay would repeat one draw: draw on the GPU, or go without --enable_cuda_graphs"
+        )

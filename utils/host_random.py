@@ -5,6 +5,7 @@ client of a store for the pause before it asks again. Ranks that share an image 
 model's draws come from streams of their own, which are put in place while it computes.
 """
 
+import ctypes
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor
 
+MERSENNE_BYTES = 4 * (624 + 1)  # the words of a Mersenne twister, and its place among them
 PYTHON_VERSION = 3  # of the tuple that random.getstate gives
 
 
@@ -64,6 +66,19 @@ class HostRandom:
             *key, position = tensors["numpy"].tolist()
             state: Any = {"key": np.array(key, dtype=np.uint32), "pos": int(position)}
             self.numpy.state = {"bit_generator": "MT19937", "state": state}
+
+
+def host_generators() -> tuple[Any, ...]:
+    """The states of the generators of Python, numpy and torch on the host, to be compared."""
+    return random.getstate(), _state_of_numpy(), torch.get_rng_state().numpy().tobytes()
+
+
+def _state_of_numpy():
+    """The memory of numpy's generator: what its own `state` says of it takes as long as a small layer computes."""
+    generator = get_bit_generator()
+    if isinstance(generator, np.random.MT19937):
+        return ctypes.string_at(generator.ctypes.state_address, MERSENNE_BYTES)
+    return repr(generator.state)
 
 
 def host_states() -> tuple[Any, Any]:
