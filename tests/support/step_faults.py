@@ -16,6 +16,7 @@ from distributed.attention import METHODS
 from distributed.parallel_model import ParallelModel
 from distributed.pipeline import Pipeline
 from distributed.shard.rules import normalization
+from distributed.shard.tensor import dispatch
 from tests.support.layout_faults import (
     CONV,
     NORMS,
@@ -34,6 +35,7 @@ GATHER = METHODS["gather"]
 SYNCHRONIZED = NORMS | {"sync_batchnorm": True}
 CLIPPED = {"clip_grad_norm": 0.01}
 SCALED = {"model": "tests.support.own_models:Scaled"}
+WRITES = {"model": "tests.support.writing_models:WritesInPlace", "img_size": [11, 14]}
 ACCUMULATED = {"gradient_accumulation": 2, "global_batch_size": 8}
 
 
@@ -217,6 +219,10 @@ def other_halo(packed, *_):
     return packed.flip(-1)
 
 
+def other_points(func, x, mask, *value):
+    return dispatch(func, x, mask.flip(0) if is_rank_1() else mask, *value)
+
+
 def no_evaluation(model, *_):
     return model
 
@@ -275,6 +281,12 @@ MORE_FAULTS = {
         "forward pass", r"blocks.0.attn", r"or in another order"),
     "domain: a halo of the other side": Fault(
         instead(halo, "_packed", other_halo), "domain2", "forward pass", r"", r"only rows beside a cut", CONV),
+    "domain: a row is left as it was": Fault(
+        patched("distributed.shard.rules.elementwise.change_row", lambda func, row, *_: row), "domain2",
+        "forward pass", r"^mix$", r"what the model computes in front of this Conv2d", WRITES),
+    "domain: a mask of other points": Fault(
+        patched("distributed.shard.rules.writing.dispatch", other_points), "domain2",
+        "forward pass", r"^mix$", r"what the model computes in front of this Conv2d", WRITES),
     "domain: another part of the image": Fault(
         instead(recording, "own_part", other_rows), "domain2",
         "batch", r"input", r"^rank 1 alone: .* part of the image"),

@@ -44,7 +44,8 @@ class Apart:
 
     kind: class of the module. ranks: those that differ. error: the largest relative one. found: all that this rank
     recorded. wanted: what one device has in this rank's place, None where it has no part of this tensor. limit: the
-    largest difference that counts as equal. config: of the layout.
+    largest difference that counts as equal. config: of the layout. input_is_right: of a module whose output differs;
+    None where its input could not be compared.
     """
 
     key: Key
@@ -55,6 +56,7 @@ class Apart:
     wanted: Tensor | None
     limit: float
     config: Config
+    input_is_right: bool | None = None
 
     @property
     def stage(self) -> str:
@@ -99,12 +101,17 @@ def cause(apart: Apart) -> str:
         who = f"rank {apart.ranks[0]} alone"
         if len(apart.ranks) > 1:
             who = f"ranks {', '.join(map(str, apart.ranks))} alone"
-        return f"{who}: {of_stage['some'].format(apart.kind)}"
+        what = "input" if apart.stage == FORWARD and apart.input_is_right is False else "some"
+        return f"{who}: {of_stage[what].format(apart.kind)}"
     is_wide = torch.get_default_dtype() == torch.float64
     if apart.stage == FORWARD and is_wide and apart.error < NARROW:
         return of_stages["options"]["narrow"].format(apart.kind)
-    if apart.stage == FORWARD and (found := _of_forward(apart.key[1], apart.kind)):
+    if apart.stage == FORWARD and (found := _of_forward(apart)):
         return found
+    if apart.stage == FORWARD and apart.input_is_right is False:
+        return of_stage["input"].format(apart.kind)
+    if apart.stage == FORWARD and apart.input_is_right is None:
+        return of_stage["unknown input"].format(apart.kind)
     return of_stage["all"].format(apart.kind)
 
 
@@ -128,7 +135,8 @@ def _of_pattern(apart: Apart) -> str:
     if wanted is not None:
         is_beside = stage == FORWARD and _is_beside_cuts(difference(apart.value, wanted) > apart.limit)
         factor = _factor(apart.value, wanted, apart.limit)
-    if any(comm.gather(is_beside)):
+    is_wrong_before = apart.input_is_right is False  # then its own halo is not the cause
+    if any(comm.gather(is_beside)) and not is_wrong_before:
         return "only rows beside a cut differ: the halo that a rank borrows from its neighbours"
     has_other_samples = stage == FORWARD and apart.config.gradient_accumulation > 1 and _has_other_samples(apart)
     if all(comm.gather(has_other_samples)):
@@ -246,12 +254,15 @@ def _group(name: str) -> str:
     return f"{names.get(name, name)} ({comm.get_size(name)} ranks)"
 
 
-def _of_forward(name: str, kind: str) -> str:
+def _of_forward(apart: Apart) -> str:
     """Explain a difference of all ranks that begins in a module of a well-known kind."""
+    name, kind = apart.key[1].lower(), apart.kind
+    if "attn" in name and comm.get_size("image") > 1:
+        return "attention does not see the keys and values of all ranks, or in another order"
+    if apart.input_is_right is False:
+        return ""
     if "BatchNorm" in kind and comm.get_size("dp") > 1:
         return "each rank normalizes by the statistics of its own samples, as PyTorch does: give --sync_batchnorm"
     if "Norm" in kind:
         return "a norm: statistics of a rank's part instead of the whole, or another eps"
-    if "attn" in name.lower() and comm.get_size("image") > 1:
-        return "attention does not see the keys and values of all ranks, or in another order"
-    return "the position embedding is not split as the tokens are" if "pos" in name.lower() else ""
+    return "the position embedding is not split as the tokens are" if "pos" in name else ""

@@ -25,6 +25,7 @@ from tools.layout_check.differences import TOLERANCES, errors_of, size_of
 from tools.layout_check.recording import (
     FORWARD,
     INITIAL,
+    INPUT,
     MOMENTS,
     RELOADED,
     STAGES,
@@ -111,12 +112,14 @@ def compare(rank: Process, case: Case, file: Path, dtype: str, read_data: bool =
     wholes: dict[Key, Tensor] = serial["parts"]
     errors, wanted = errors_of(found, wholes, case.config.gradient_accumulation)
     seen = comm.gather(errors)
-    ordered = sorted(wholes, key=lambda key: STAGES.index(key[0]))  # stable: in a stage as it was recorded
+    in_stages = [key for key in wholes if key[0] in STAGES]
+    ordered = sorted(in_stages, key=lambda key: STAGES.index(key[0]))  # stable: in a stage as it was recorded
     weights = set().union(*comm.gather([key for key in found if key[0] == INITIAL]))
     if extra := sorted(weights - wholes.keys()):
         untied = "one device has no such weight: a weight that several layers share has come apart"
         return Result(case.name, math.inf, *extra[0], ranks=range(comm.world_size()), cause=untied)
-    largest = max(max(of_rank.values(), default=0.0) for of_rank in seen)
+    errors_in_stages = [error for of_rank in seen for key, error in of_rank.items() if key[0] in STAGES]
+    largest = max(errors_in_stages, default=0.0)
     compared = set().union(*seen)
     result = Result(case.name, largest, skipped=not_compared(ordered, compared), unsaved=training.unsaved)
     for key in ordered:
@@ -131,7 +134,11 @@ def compare(rank: Process, case: Case, file: Path, dtype: str, read_data: bool =
             result.cause = causes.RANDOM
         else:
             limit = tolerance * size_of(wholes[key])
-            apart = Apart(key, kind, result.ranks, result.first_error, found, wanted.get(key), limit, case.config)
+            input_errors = [of_rank[INPUT, key[1]] for of_rank in seen if (INPUT, key[1]) in of_rank]
+            input_is_right = max(input_errors) <= tolerance if input_errors else None
+            apart = Apart(
+                key, kind, result.ranks, result.first_error, found, wanted.get(key), limit, case.config, input_is_right
+            )
             result.cause = causes.cause(apart)
         break
     return result

@@ -14,6 +14,7 @@ from tools.layout_check.recording import (
     EVALUATION,
     FORWARD,
     GRADIENT,
+    INPUT,
     UPDATES,
     Key,
     Part,
@@ -176,7 +177,7 @@ def start_along(key: Key, dim: int, names: tuple[str, ...], length: int, shapes:
 
 def splits_of(stage: str, dim: int, dims: int) -> list[tuple[str, ...]]:
     """The dimensions of the mesh, alone or together, that may split a dimension of a tensor with so many."""
-    if stage not in (BATCH, FORWARD, EVALUATION):  # a weight
+    if stage not in (BATCH, INPUT, FORWARD, EVALUATION):  # a weight
         return [("tp",)]
     if dim == 0:
         return [("dp",)]

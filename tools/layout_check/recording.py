@@ -30,7 +30,8 @@ STEPS = 3
 BATCH, INITIAL, FORWARD, LOSS, GRADIENT = "batch", "initial weights", "forward pass", "loss", "gradient"
 CLIPPED, BUFFERS, EVALUATION = "clipped gradient", "buffers", "evaluation"
 UPDATES = tuple(f"weights after step {i + 1}" for i in range(STEPS))
-UNREDUCED = "gradient before its reduction"  # compared with others of its kind alone, see causes.py
+# Consulted for the cause of a difference, see causes.py, and not compared as stages of their own.
+UNREDUCED, INPUT = "gradient before its reduction", "input of a module"
 RELOADED, MOMENTS = "weights and buffers read back", "moments read back"
 # In their order.
 STAGES = (BATCH, INITIAL, FORWARD, LOSS, GRADIENT, CLIPPED, *UPDATES, BUFFERS, EVALUATION, RELOADED, MOMENTS)
@@ -214,7 +215,7 @@ def recorded(step: TrainingStep, found: Record, drawing: set[str]) -> Iterator[N
     """
     model, update, inside = step.parallel.model, step.update, False
     rounds = 0  # forward passes of stages, or of a model without any
-    calls = defaultdict[str, list[tuple[int, Part]]](list)  # outputs of a module, each with its place in the order
+    calls = defaultdict[Key, list[tuple[int, Part]]](list)  # tensors of a module, each with its place in the order
 
     random_state = (library(step.device, "get_rng_state") or torch).get_rng_state
     state = random_state()
@@ -224,14 +225,21 @@ def recorded(step: TrainingStep, found: Record, drawing: set[str]) -> Iterator[N
         inside = inward
         rounds += inward and torch.is_grad_enabled()
 
+    def keep(key, tensor):
+        """Keep a tensor of a forward pass; what is computed again in the backward pass is not kept."""
+        if inside and torch.is_grad_enabled() and isinstance(tensor, Tensor):
+            place = sum(map(len, calls.values()))
+            calls[key].append((place, part_of_rank(tensor)))
+
+    def input_of(name, module, inputs):
+        keep((INPUT, name), inputs[0] if inputs else None)
+
     def outputs(name, module, inputs, output):
-        """Keep the output of a module; what is computed again in the backward pass is not kept."""
         nonlocal state
         before, state = state, random_state()
         if not torch.equal(before, state):
             drawing.add(name)
-        if inside and torch.is_grad_enabled() and isinstance(output, Tensor):
-            calls[name].append((sum(map(len, calls.values())), part_of_rank(output)))
+        keep((FORWARD, name), output)
 
     def unreduced(name, gradient):
         part, before = of_parameter(step, name, gradient), found.get((UNREDUCED, name))
@@ -252,7 +260,9 @@ def recorded(step: TrainingStep, found: Record, drawing: set[str]) -> Iterator[N
     hooks = [step.optimizer.register_step_pre_hook(lambda *_: gradients(CLIPPED))]
     outermost: list[nn.Module] = [*step.parallel.split.stages] or [model]
     hooks += [part.register_forward_pre_hook(partial(goes, True)) for part in outermost]
-    hooks += [module.register_forward_hook(partial(outputs, name)) for name, module in model.named_modules()]
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(partial(input_of, name)))
+        hooks.append(module.register_forward_hook(partial(outputs, name)))
     hooks += [part.register_forward_hook(partial(goes, False)) for part in outermost]
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):  # fully_shard's gathers are not seen by hooks
@@ -261,9 +271,9 @@ def recorded(step: TrainingStep, found: Record, drawing: set[str]) -> Iterator[N
         yield
     for hook in hooks:
         hook.remove()
-    # The outputs of all micro-batches as one; a module may be called twice.
+    # The tensors of all micro-batches as one; a module may be called twice.
     micro_batches, joined = step.config.gradient_accumulation, []
-    for name, parts in calls.items():
+    for (stage, name), parts in calls.items():
         # The last calls are those of the micro-batches: a pipeline has tried its stages out before.
         parts = parts[-micro_batches * len(parts) * len(outermost) // rounds :]
         times = len(parts) // micro_batches
@@ -272,6 +282,7 @@ def recorded(step: TrainingStep, found: Record, drawing: set[str]) -> Iterator[N
             spec = first.spec
             if spec and micro_batches > 1:
                 spec = spec.resized({0: spec.shape[0] * micro_batches})
-            joined.append((place, f"{name} ({i + 1})" if i else name, Part(torch.cat(values), spec)))
-    for _, name, part in sorted(joined, key=lambda output: output[0]):  # as the first micro-batch computed them
-        found[FORWARD, name] = part
+            call = f"{name} ({i + 1})" if i else name
+            joined.append((place, (stage, call), Part(torch.cat(values), spec)))
+    for _, key, part in sorted(joined, key=lambda tensor: tensor[0]):  # as the first micro-batch computed them
+        found[key] = part
