@@ -112,7 +112,7 @@ def test_batches_of_the_loaders_are_compared(ranks, tiny_config, tmp_path, fault
 OWN = "tests.support.own_models:"
 EXACT = [
     ("BiasBeforeNorm", "dp2,sync_batchnorm"), ("BiasBeforeNorm", "domain2"), ("Narrow", "dp2"), ("Narrow", "domain2"),
-    ("Tied", "dp2"),
+    ("Tied", "dp2"), ("Taught", "dp2"), ("Taught", "dp2,data_parallel=fsdp"),
 ]  # fmt: skip
 
 

@@ -265,7 +265,8 @@ def recorded(step: TrainingStep, found: Record, drawing: set[str]) -> Iterator[N
         hooks.append(module.register_forward_hook(partial(outputs, name)))
     hooks += [part.register_forward_hook(partial(goes, False)) for part in outermost]
     for name, parameter in model.named_parameters():
-        if not isinstance(parameter, DTensor):  # fully_shard's gathers are not seen by hooks
+        is_seen = parameter.requires_grad and not isinstance(parameter, DTensor)  # fully_shard gathers without hooks
+        if is_seen:
             hooks.append(parameter.register_hook(partial(unreduced, name)))
     with patch.object(step, "update", recorded_update):
         yield
