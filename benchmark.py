@@ -74,6 +74,7 @@ def build_parser() -> ArgumentParser:
     option("--sizes", type=MANY, nargs="+", default=[], metavar="N", help=text)
     option("--memory_limit_gib", type=real(1e-6, 1e6), metavar="X", help="memory a rank may use (all)")
     option("--steps", type=MANY, default=3, help="timed steps of each turn (%(default)s)")
+    option("--inference", action="store_true", help="forward passes without gradients: latency and memory")
 
     option = command("scaling", scaling, "real training runs", rounds=False)
     option("--study", default="quick", metavar="NAME", help="named study (%(default)s)")

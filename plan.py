@@ -3,6 +3,8 @@
     python plan.py --yaml_config config/mp.yaml --config mp --gpus 16 --gpu a100-40gb     the best layouts of 16 GPUs
     python plan.py --yaml_config config/mp.yaml --config mp --gpus 16 --tensor_parallel 4     one layout, in detail
     python plan.py --yaml_config config/mp.yaml --config mp --gpus 8..4096     how far it scales
+    python plan.py ... --inference     a forward pass without gradients: latency and memory
+    python plan.py ... --gpus 1..8 --grid img_size=256,512     GPUs that share an image x values of a key
     python plan.py --verify     small layouts, run on this machine as well
     python plan.py ... --submit='-t 02:00:00'     the best (or --choose 3) as a job of Slurm
     python plan.py compare logs/mp/03     a finished run against the plan of its config
@@ -15,12 +17,14 @@ and what is left out: above all reading the data.
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
+from tools.planner import grid
 from tools.planner import plan_text as report
 from tools.planner.compare import compare
-from tools.planner.hardware import load_gpu
+from tools.planner.hardware import Gpu, load_gpu
 from tools.planner.search import LAYOUT_OPTIONS, Request, best_layouts, gpu_counts, scaling, submit_plan
 from utils.comm import run_ranks
 from utils.errors import ArgumentParser, UsageError, whole
@@ -49,6 +53,9 @@ def main(argv: list[str] | None = None) -> int:
     option("--gpus", default="1", metavar="N|N..M", help="GPUs of the job; 8..4096: a curve (1)")
     option("--gpu", default="a100-40gb", help="a name in config/hardware.yaml (%(default)s)")
     option("--top", type=whole(1, 10**6), metavar="N", help="compare layouts, and show the N best (10)")
+    option("--inference", action="store_true", help="a forward pass without gradients, in place of a training step")
+    text = "a table of GPUs that share an image x values of a key: local_batch_size=1,2,4 or img_size=256,512"
+    option("--grid", metavar="KEY=V1,V2", help=text)
     option("--calibrate", action="store_true", help="measure this machine, for --gpu")
     option("--json", action="store_true", help="print the plans as JSON")
     option("--png", metavar="FILE", help="write a picture")
@@ -65,31 +72,50 @@ def main(argv: list[str] | None = None) -> int:
 
         return calibrate.main(words)
     gpu, counts = load_gpu(options.gpu), gpu_counts(options.gpus)
-    request = Request(words, gpu)
-    text: Callable[..., str]
+    if options.grid:
+        return print_grid(words, gpu, counts, options)
+    request = Request(words, gpu, options.inference)
+    describe: Callable[..., str]
+    if options.inference and (len(counts) > 1 or options.top or options.submit is not None):
+        raise UsageError(
+            "--inference plans one layout; --grid compares numbers of GPUs: --gpus 1..8 --grid img_size=256"
+        )
     if len(counts) > 1:
-        plans, text = scaling(request, counts), report.scaling_text
-    elif (options.top is None and not request.named.isdisjoint(LAYOUT_OPTIONS)) or counts == [1]:
-        plans, text = [request.plan(counts[0])], report.plan_text
+        plans, describe = scaling(request, counts), report.scaling_text
+    elif (options.top is None and not request.named.isdisjoint(LAYOUT_OPTIONS)) or counts == [1] or options.inference:
+        plans, describe = [request.plan(counts[0])], report.plan_text
     else:
-        plans, text = best_layouts(request, counts[0], options.top or 10), report.search_text
+        plans, describe = best_layouts(request, counts[0], options.top or 10), report.search_text
     if options.choose or options.submit is not None:
         if len(counts) > 1:
             raise UsageError("--choose and --submit take a layout of one number of --gpus")
         number = options.choose or 1
         if number > len(plans):
             raise UsageError(f"--choose {number}: the search lists {len(plans)} layouts; --top {number} lists more")
-        plans, text = [plans[number - 1]], report.plan_text
+        plans, describe = [plans[number - 1]], report.plan_text
     if options.json:
         print(json.dumps([plan.to_json() for plan in plans], indent=1))
     else:
-        print(text(plans, request))
+        print(describe(plans, request))
     if options.png:
         from tools.planner.plan_pictures import layouts_picture, scaling_picture
 
         (scaling_picture if len(counts) > 1 else layouts_picture)(plans, options.png)
     if options.submit is not None:
         print(submit_plan(plans[0], request, options.submit))
+    return 0
+
+
+def print_grid(words: list[str], gpu: Gpu, counts: list[int], options: Namespace) -> int:
+    """Print the tables of --grid, or its plans as JSON; returns the exit status."""
+    if options.top or options.png or options.choose or options.submit is not None:
+        raise UsageError("--grid goes without --top, --png, --choose and --submit: it prints tables, or --json")
+    axis = grid.parse_axis(options.grid)
+    cells = grid.plan_grid(words, gpu, counts, axis, options.inference)
+    if options.json:
+        print(json.dumps(grid.grid_json(cells, axis), indent=1))
+    else:
+        print(grid.grid_text(cells, axis, options.inference))
     return 0
 
 

@@ -16,7 +16,7 @@ from tools.instruments.pool import OutOfMemory, Process
 from tools.instruments.rank_case import WARMUP_STEPS, RankCase
 from tools.instruments.team import Case, Teams
 from tools.instruments.tracker import by_phase
-from tools.planner.trace import HELD, measured
+from tools.planner.trace import HELD, measured, measured_inference
 from utils.device import empty_cache, library, select_device
 from utils.errors import UsageError
 
@@ -37,16 +37,33 @@ def check_machine(cases: Sequence[Case]) -> torch.device:
     return device
 
 
-def turn(teams: Teams, case: Case, steps: int, limit: float | None, first: bool) -> list[dict[str, Any]] | None:
+def turn(
+    teams: Teams,
+    case: Case,
+    steps: int,
+    limit: float | None,
+    first: bool,
+    inference: bool = False,
+) -> list[dict[str, Any]] | None:
     """The figures of every rank; None where one has run out of memory."""
     try:
-        return teams.call(case.ranks, measure, case, steps, limit, first)
+        return teams.call(case.ranks, measure, case, steps, limit, first, inference)
     except OutOfMemory:
         return None
 
 
-def measure(rank: Process, case: Case, steps: int, limit: float | None, first: bool) -> dict[str, Any]:
-    """On a rank: build a case and time some steps of it; in its first turn its memory and messages are measured too."""
+def measure(
+    rank: Process,
+    case: Case,
+    steps: int,
+    limit: float | None,
+    first: bool,
+    inference: bool = False,
+) -> dict[str, Any]:
+    """On a rank: build a case and time some steps of it; in its first turn its memory and messages are measured too.
+
+    inference: forward passes without gradients, in place of training steps.
+    """
     gpu = library(rank.device, "max_memory_allocated", "set_per_process_memory_fraction")
     if gpu:
         gpu.empty_cache()  # ranks of other layouts use the same devices
@@ -54,11 +71,13 @@ def measure(rank: Process, case: Case, steps: int, limit: float | None, first: b
         gpu.set_per_process_memory_fraction(min(1, limit / total) if limit else 1)
         gpu.reset_peak_memory_stats()
     before, built = gpu.memory_allocated() if gpu else 0, RankCase(rank, case)
-    built.train(WARMUP_STEPS)
-    figures: dict[str, Any] = {"seconds": built.seconds(steps)}
+    warm_up = built.forecast if inference else built.train
+    warm_up(WARMUP_STEPS)
+    figures: dict[str, Any] = {"seconds": built.seconds(steps, inference)}
     if first:
         peak = gpu.max_memory_allocated() - before if gpu else 0  # its allocator knows better
-        trace = measured(built.step, built.x, built.y)
+        step, x = built.step, built.x
+        trace = measured_inference(step, x) if inference else measured(step, x, built.y)
         memory = {name: trace.held.get(name) for name in MEMORY} | {"peak": peak or trace.memory["peak"]}
         if case.config.tp_backend == "dtensor":  # a saved DTensor has the size of the whole, not of its part
             memory["activations"] = None

@@ -48,13 +48,15 @@ def run(
     memory_limit_gib: float | None,
     steps: int,
     rounds: int,
+    inference: bool = False,
 ) -> dict[str, Any]:
     """Measure the layouts of a preset, and print three tables: speed, memory, communication.
 
     words: options of the config. layouts: names, with options of their own after commas: 'cp4,cp_method=ring'. sizes:
     numbers of ranks (dp), embedding sizes (mp), or points along each side of an image (domain). memory_limit_gib: of a
     rank, None for all that there is; where memory runs out the row says so, and the others go on. steps: timed in one
-    turn. Returns the figures, as JSON has them. Raises UsageError for what cannot be run, and where a rank fails.
+    turn. inference: measure forward passes without gradients, and print their latency and memory. Returns the figures,
+    as JSON has them. Raises UsageError for what cannot be run, and where a rank fails.
     """
     names, usual, cases_of, called = PRESETS[preset]
     groups = {
@@ -68,7 +70,7 @@ def run(
     without_memory: set[str] = set()
     with Teams(cases[0].config) as teams:
         for number, name, case in in_turns(named, rounds, without_memory):
-            turns[case].append(turn(teams, case, steps, limit, number == 0))
+            turns[case].append(turn(teams, case, steps, limit, number == 0, inference))
             if turns[case][-1] is None:
                 without_memory.add(name)
     rows: list[dict[str, Any]] = []
@@ -79,13 +81,19 @@ def run(
                 pairs = zip(row["seconds_of_rounds"], first["seconds_of_rounds"], strict=True)
                 row["speedup_of_rounds"] = [row["batch"] / own / (first["batch"] / other) for own, other in pairs]
                 row["speedup"] = statistics.median(row["speedup_of_rounds"])
+                row["reduction"] = first["memory"]["peak"] / row["memory"]["peak"]
         rows += of_group
     passes = [row | sent_in(row, phase) | {"pass": phase} for row in rows for phase in PHASES if row.get("seconds")]
     shown = [in_columns(row) for row in rows]
-    print(format_tables("layouts", shown, shown, [row for row in passes if row["kinds"]]))
+    with_messages = [row for row in passes if row["kinds"]]
+    if inference:
+        print(format_tables("inference", shown, with_messages))
+    else:
+        print(format_tables("layouts", shown, shown, with_messages))
     config = cases[0].config
-    print(f"{config.config}: {config.depth} blocks; {rounds} rounds of {steps} steps; {device}")
-    return {"preset": preset, "config": config.config, "machine": machine(device), "rows": rows}
+    measured = "forward passes" if inference else "steps"
+    print(f"{config.config}: {config.depth} blocks; {rounds} rounds of {steps} {measured}; {device}")
+    return {"preset": preset, "inference": inference, "config": config.config, "machine": machine(device), "rows": rows}
 
 
 def strategy_cases(words: list[str], strategies: Sequence[str], size: int) -> list[Case]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 
 from distributed.shard.rules.attention import set_attention_method
@@ -64,12 +65,24 @@ class RankCase:
             self.step(0, self.x, self.y)
         synchronize(self.device)
 
-    def seconds(self, steps: int) -> float:
-        """Seconds of a step: the mean over some steps that all ranks start together."""
-        self.train(1)  # the turns of other cases have emptied the caches
+    def forecast(self, times: int) -> None:
+        """Make so many forward passes without gradients, as an evaluation does, and wait for the last."""
+        parallel, config = self.step.parallel, self.case.config
+        images = self.x[:, : config.model_in_channels]
+        parallel.model.eval()
+        with torch.no_grad(), self.step.autocast():
+            for _ in range(times):
+                parallel.predict(images, config.n_out_channels)
+        parallel.model.train()
+        synchronize(self.device)
+
+    def seconds(self, steps: int, inference: bool = False) -> float:
+        """Seconds of a step, or of a forward pass: the mean over some that all ranks start together."""
+        repeat = self.forecast if inference else self.train
+        repeat(1)  # the turns of other cases have emptied the caches
         if comm.world_size() > 1:
             dist.barrier()
-        return timed(self.device, self.train, steps)[0] / steps
+        return timed(self.device, repeat, steps)[0] / steps
 
 
 def held(rank: Process, case: Case) -> RankCase:

@@ -28,7 +28,8 @@ class Plan:
     memory: {category: its own largest size}; "activations" includes the batch and the batch that is fetched ahead.
     peak: allocated at once in a training step, as torch.cuda.max_memory_allocated tells.
     flops: of a step on all devices, including what checkpointing computes again. curve: of a point of a scaling curve,
-    scaling: strong or weak, and efficiency: samples/s per GPU, relative to the first.
+    scaling: strong or weak, and efficiency: samples/s per GPU, relative to the first. inference: it is the plan of a
+    forward pass without gradients, and `time` is its latency.
     """
 
     config: Config
@@ -39,6 +40,7 @@ class Plan:
     flops: float
     time: StepTime
     curve: dict[str, Any] = field(default_factory=dict)
+    inference: bool = False
 
     @property
     def overhead(self) -> float:
@@ -84,6 +86,7 @@ class Plan:
                 **{key: getattr(c, key) for key in OF_THE_LAYOUT},
             },
             "gpu": self.gpu.name,
+            "inference": self.inference,
             "memory_bytes": {name: round(size) for name, size in self.memory.items()}
             | {"overhead": round(self.overhead)},
             "peak_allocated_bytes": round(self.peak),
@@ -101,22 +104,31 @@ class Plan:
         }  # fmt: skip
 
 
-def plan_layout(config: Config, layout: Layout, gpu: Gpu, traces: Sequence[Trace] | None = None) -> Plan:
-    """The Plan of a layout. traces: by default those of trace_step.
+def plan_layout(
+    config: Config,
+    layout: Layout,
+    gpu: Gpu,
+    traces: Sequence[Trace] | None = None,
+    inference: bool = False,
+) -> Plan:
+    """The Plan of a layout. traces: by default those of trace_step. inference: of a forward pass without gradients.
 
     Raises ValueError where the model cannot be split so.
     """
-    traces = traces or trace_step(config, layout, gpu.device)
+    traces = traces or trace_step(config, layout, gpu.device, inference)
     memory = {name: max(trace.memory[name] for trace in traces) for name in CATEGORIES}
     batch = max(trace.memory["batch"] for trace in traces)
-    memory["activations"] += 2 * batch
+    fetched_ahead = 0 if inference else batch
+    memory["activations"] += batch + fetched_ahead
     flops = sum(op.flops * calls for trace in traces for op, calls in trace.operations.items()) / len(traces)
+    peak = max(trace.memory["peak"] for trace in traces)
     return Plan(
         config,
         layout,
         gpu,
         memory,
-        max(trace.memory["peak"] for trace in traces) + batch + gpu.workspace_mib * 2**20,
+        peak + fetched_ahead + gpu.workspace_mib * 2**20,
         flops * layout.world_size,
         step_time(traces, config, layout, gpu),
+        inference=inference,
     )

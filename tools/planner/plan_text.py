@@ -15,15 +15,19 @@ from training.flops import precision
 def plan_text(plans: Sequence[Plan], request: Request) -> str:
     """Everything about one layout."""
     (plan,) = plans
-    return "\n\n".join((head(plan), memory_text(plan), messages_text(plan), time_text(plan), run_text(plan, request)))
+    parts = [head(plan), memory_text(plan), messages_text(plan), time_text(plan)]
+    if not plan.inference:
+        parts.append(run_text(plan, request))
+    return "\n\n".join(parts)
 
 
 def head(plan: Plan) -> str:
     """The first line: config, GPUs, layout, batch, precision."""
     config, gpu = plan.config, plan.gpu
     nodes = f"{plan.nodes} node{'s' if plan.nodes > 1 else ''}"
+    what = "a forward pass without gradients; " if plan.inference else ""
     return (
-        f"{config.config} on {plan.layout.world_size} x {gpu.name} ({nodes}): {layout_words(plan)}; "
+        f"{what}{config.config} on {plan.layout.world_size} x {gpu.name} ({nodes}): {layout_words(plan)}; "
         f"global batch {config.global_batch_size}, of which a data-parallel rank takes "
         f"{config.global_batch_size // plan.layout.dp}; {precision(config)}"
     )
@@ -60,10 +64,13 @@ def figures(plan: Plan) -> dict[str, Any]:
 
 def memory_text(plan: Plan) -> str:
     """Memory by category as a table, and whether it fits."""
-    host = STATES if plan.config.cpu_offload else ()
+    host = STATES if plan.config.cpu_offload and not plan.inference else ()
     sizes = {f"{name}, in host memory" if name in host else name: plan.memory[name] for name in CATEGORIES}
+    if plan.inference:
+        sizes = {name: size for name, size in sizes.items() if name not in ("gradients", "optimizer")}
+    moment = "in a forward pass" if plan.inference else "in training"
     sizes |= {
-        "at most at once, in training": plan.peak,
+        f"at most at once, {moment}": plan.peak,
         "outside of the allocator, and its loss": plan.overhead,
         "needed": plan.needed,
         f"{plan.gpu.name} has": plan.gpu.memory,
@@ -76,13 +83,13 @@ def memory_text(plan: Plan) -> str:
 def messages_text(plan: Plan) -> str:
     """The messages of a step as a table."""
     if not plan.time.collectives:
-        return "No messages: one device."
+        return "No messages." if plan.layout.world_size > 1 else "No messages: one device."
     rows = [
         c | {"members": len(c["ranks"]), "where": "inside a node" if c["inside"] else "across nodes",
              "mib": c["bytes"] / MIB, "ms": c["seconds"] * 1e3}
         for c in plan.time.collectives
     ]  # fmt: skip
-    return format_tables("plan_messages", rows)
+    return format_tables("inference_messages" if plan.inference else "plan_messages", rows)
 
 
 def time_text(plan: Plan) -> str:
@@ -92,6 +99,12 @@ def time_text(plan: Plan) -> str:
     rest = "data sheets: --calibrate on such GPUs to narrow it"
     if measured := plan.gpu.measured:
         rest = f"measurements of {measured.processor}, {measured.cores} cores"
+    if plan.inference:
+        table = format_table({"time of a forward pass": "", "ms": ".2f", "share": ".0%"}, rows)
+        return (
+            f"{table}\n\nA forward pass takes {time.seconds * 1e3:.1f} ms, give or take {time.error:.0%} (it rests on "
+            f"{rest}), and is bound by {time.bound}: {rate(plan)} samples/s, {plan.flops / 1e12:.2f} TFLOP."
+        )
     return (
         f"{format_table({'time of a step': '', 'ms': '.2f', 'share': '.0%'}, rows)}\n\n"
         f"A step takes {time.seconds * 1e3:.1f} ms, give or take {time.error:.0%} (it rests on {rest}), and is "

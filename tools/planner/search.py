@@ -41,13 +41,13 @@ def gpu_counts(text: str) -> list[int]:
 
 
 class Request:
-    """A config on a GPU. words: options, as the training scripts take them."""
+    """A config on a GPU. words: options, as the training scripts take them. inference: without training."""
 
     compared: int  # layouts, by search.best_layouts
     refused: dict[str, int]  # {reason: how many others}
 
-    def __init__(self, words: Sequence[str], gpu: Gpu):
-        self.words, self.gpu = words, gpu
+    def __init__(self, words: Sequence[str], gpu: Gpu, inference: bool = False):
+        self.words, self.gpu, self.inference = words, gpu, inference
         self.named = {word[2:].split("=")[0] for word in words if word.startswith("--")}
 
     def any_layout(self) -> Config:
@@ -63,7 +63,8 @@ class Request:
         """The Plan of the layout that the options name. Raises UsageError where it is impossible."""
         script = "train_mp.py" if self.named.isdisjoint(("domain_parallel", "domain_method")) else "train_shard.py"
         config = load_config(self.words, world_size=gpus, splits=SCRIPTS[script].splits)
-        return plan_layout(config, config.layout(gpus, self.gpu.gpus_per_node), self.gpu)
+        layout = config.layout(gpus, self.gpu.gpus_per_node)
+        return plan_layout(config, layout, self.gpu, inference=self.inference)
 
 
 def best_layouts(request: Request, gpus: int, top: int) -> list[Plan]:

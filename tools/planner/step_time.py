@@ -177,6 +177,10 @@ def rank_time(trace: Trace, config: Config, layout: Layout, gpu: Gpu) -> StepTim
     for operation, calls in trace.operations.items():
         host[operation.phase] += calls * each[operation.phase] * late
 
+    # A forward pass alone has no other phases.
+    traced = {operation.phase for operation in trace.operations}
+    host = {phase: seconds * (phase in traced) for phase, seconds in host.items()}
+
     compute = computing(ranks)
     table = compute.copy()  # {(phase, part): seconds}
     if on_cpu:  # the host computes by itself

@@ -66,15 +66,17 @@ class Trace(NamedTuple):
     groups: dict[str, tuple[int, ...]]
 
 
-def trace_step(config: Config, layout: Layout, device_type: str = "cuda") -> list[Trace]:
+def trace_step(config: Config, layout: Layout, device_type: str = "cuda", inference: bool = False) -> list[Trace]:
     """Traces of the ranks that may hold or do most: the ends of a pipeline, else rank 0.
 
-    config: of this layout. device_type: whose kernels and mixed precision are traced.
+    config: of this layout. device_type: whose kernels and mixed precision are traced. inference: of a forward pass
+    without gradients, in place of a training step.
     Raises ValueError where the model cannot be split so.
     """
     if config.data_parallel == "zero1":
         import torch.distributed.optim  # noqa: F401  it compiles code that reads what fake_rank replaces
-    return [_deep(config, layout, int(rank), device_type) for rank in sorted({0, layout.groups("pp")[0][-1]})]
+    ranks = sorted({0, int(layout.groups("pp")[0][-1])})
+    return [_deep(config, layout, rank, device_type, inference) for rank in ranks]
 
 
 def is_exact(config: Config) -> bool:
@@ -82,7 +84,7 @@ def is_exact(config: Config) -> bool:
     return not config.enable_jit and not config.enable_cuda_graphs and config.amp_mode != "fp8"
 
 
-def _deep(config, layout, rank, device_type):
+def _deep(config, layout, rank, device_type, inference):
     stages = layout.pp * (2 if layout.pp > 1 and config.pp_schedule == "interleaved" else 1)
     unit = stages * (config.checkpointing_interval if config.activation_checkpointing != "none" else 1)
     blocks, left = divmod(config.depth, unit)
@@ -90,14 +92,16 @@ def _deep(config, layout, rank, device_type):
     if layout.dp * layout.cp * math.prod(layout.domain) > 1 and not config.noddp:
         most = {"ddp": MOST_OF_DDP, "zero1": blocks}.get(config.data_parallel, MOST)  # zero1 shares whole parameters
     if left or blocks <= most:
-        return _trace(config, layout, rank, device_type)
-    few, more = (_trace(config.model_copy(update={"depth": n * unit}), layout, rank, device_type) for n in (2, 3))
+        return _trace(config, layout, rank, device_type, inference)
+    few, more = (
+        _trace(config.model_copy(update={"depth": n * unit}), layout, rank, device_type, inference) for n in (2, 3)
+    )
     times = blocks - 2
     counts = [{key: a[key] + (b[key] - a[key]) * times for key in a | b} for a, b in zip(few[:-1], more, strict=False)]
     return Trace(*map(Counter, counts), more.groups)
 
 
-def _trace(config, layout, rank, device_type):
+def _trace(config, layout, rank, device_type, inference):
     # Compiled code and DTensor are not traced: the mathematics is the same without them. What fp8 keeps for the
     # backward pass is in bf16.
     mode = "bf16" if config.amp_mode == "fp8" else config.amp_mode
@@ -128,6 +132,8 @@ def _trace(config, layout, rank, device_type):
                 group["foreach"] = not group["fused"]  # torch's choice on a GPU
             step = TrainingStep(config, device, parallel, optimizer, task)
             x, y = random_batch(step.task, device)
+            if inference:
+                return measured_inference(step, x)
             with Tracker():  # in it a fake ShardTensor is its local part
                 step(0, x, y)  # from now on the optimizer has a state
             return measured(step, x, y)
@@ -184,11 +190,43 @@ def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor))
         stack.enter_context(tracker)
         step(0, x, y)
+    messages, groups = _named_messages(tracker)
+    return Trace(tracker.memory(step.config.cpu_offload * STATES), held, tracker.operations, messages, groups)
+
+
+def measured_inference(step: TrainingStep, x: Tensor) -> Trace:
+    """The Trace of a forward pass without gradients, as a validation or a forecast makes it; of a real step too.
+
+    x: a batch of inputs, (B, C, h, w) or with forcings behind its channels. Held are the weights alone: a process that
+    forecasts has no gradients and no state of an optimizer, and whatever there is of them is not counted.
+    """
+    parallel, config = step.parallel, step.config
+    stages = parallel.pipeline.stages if parallel.pipeline else []
+    weights = [*parallel.model.parameters(), *parallel.model.buffers()]
+    received = receive_buffers(stages)
+    images = x[:, : config.model_in_channels]
+    tracker = Tracker([*weights, *received, images])
+    tracker.label("parameters", weights)
+    tracker.label("batch", [images])
+    tracker.label("buffers", received)
+    held = Counter({"parameters": tracker.nbytes(tracker.note(weights))})
+
+    was_training = parallel.model.training
+    parallel.model.eval()
+    with tracker, torch.no_grad(), step.autocast():
+        parallel.predict(images, config.n_out_channels)
+    parallel.model.train(was_training)
+    messages, groups = _named_messages(tracker)
+    return Trace(tracker.memory(), held, tracker.operations, messages, groups)
+
+
+def _named_messages(tracker):
+    """(messages with groups by name, {name: ranks of the group}) of what a tracker has seen."""
     dimensions, messages = _dimensions(), Counter[Message]()
     for message, calls in tracker.messages.items():
         messages[message._replace(group=dimensions[message.group])] += calls
     groups = {dimensions[message.group]: message.group for message in tracker.messages}
-    return Trace(tracker.memory(step.config.cpu_offload * STATES), held, tracker.operations, messages, groups)
+    return messages, groups
 
 
 def _dimensions():
