@@ -8,7 +8,8 @@ from tests.support.refusals import refusal
 from training.optimizer import peak_learning_rate
 from training.tasks import build_task
 from utils.config import ROOT, SPLITS, Config, differing_keys, load_config, read_named_config, write_config, yaml
-from utils.errors import run_main
+from utils.elsewhere import ELSEWHERE
+from utils.errors import UsageError, run_main
 from utils.layout import Layout
 
 
@@ -174,6 +175,7 @@ CLASSIFY = ["--task=classify", "--model=classifier"]
             "global_batch_size 8 is not local_batch_size 4 x 1 ranks",
         ),
         (1, ["--batch_size=16"], "there is no '--batch_size' here: use --global_batch_size .* or --local_batch_size"),
+        (1, ["--tensor-model-parallel-size", "2"], "there is no '--tensor-model-parallel-size' here: use train_mp.py"),
         (1, ["--use_shifter"], "there is no '--use_shifter' here: use CONTAINER=shifter"),
         (1, ["--enable_apex"], "there is no '--enable_apex' here: use --enable_fused"),
         (1, ["--learning_speed=3"], r"unknown option '--learning_speed'$"),
@@ -299,3 +301,14 @@ def test_control_characters_of_a_value_are_escaped(capsys):
         run_main(lambda: load_config(["--config=quick", "--lr", "x\x1b[31m\n" * 10]))
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "\x1b" not in error
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_an_option_of_another_program_is_answered_with_options_that_exist(name):
+    with pytest.raises(UsageError, match=f"there is no '--{name}' here: use ") as refused:
+        load_config([f"--{name}"])
+    answer = str(refused.value).partition(" here: use ")[2]
+    named = set(re.findall(r"(?<!\w)--(\w+)", answer))
+    assert named <= {"yaml_config", "nproc_per_node", *Config.model_fields}
+    is_in_another_way = answer.startswith(("no option: ", "python benchmark.py", "CONTAINER="))
+    assert named or is_in_another_way

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.compilation import TRACED, compile_by
 from tests.support.layout_parity import build, train_in_double, train_steps
 from training.recomputation import checkpointed, copied_buffers, with_buffers
 
@@ -31,6 +32,16 @@ def test_losses_and_state_are_those_without_recomputation(tiny_config, model, op
     assert torch.equal(found, losses)
     for name, value in state.items():
         assert torch.equal(found_state[name], value), name
+
+
+@pytest.mark.parametrize("recomputed", ["full", "selective", "step"])
+def test_a_compiled_model_is_recomputed_too(tiny_config, recomputed):
+    """torch.compile takes no contexts around a recomputed function but some of its own."""
+    with compile_by(TRACED):
+        losses, _ = train_in_double(tiny_config(enable_jit=True), 3)
+        torch.compiler.reset()
+        found, _ = train_in_double(tiny_config(enable_jit=True, activation_checkpointing=recomputed), 3)
+    torch.testing.assert_close(found, losses, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"activation_checkpointing": "step"}], ids=["plain", "recomputed"])

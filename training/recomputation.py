@@ -6,13 +6,13 @@ find the buffers and generators as the first one did, and to leave them as they 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from utils.host_random import drawn_again, host_states
 
@@ -28,15 +28,12 @@ def checkpointed(
     module: whose buffers it may change; None inside a compiled function, whose graph changes them once. inner: makes
     further contexts of the first and the second call.
     """
-    contexts = inner or no_contexts
     if module is not None:
-        contexts = partial(paired_contexts, module, contexts)
-    return partial(checkpoint, forward, use_reentrant=False, context_fn=contexts, **options)
-
-
-def no_contexts() -> Contexts:
-    """Contexts that do nothing."""
-    return nullcontext(), nullcontext()
+        options["context_fn"] = partial(paired_contexts, module, inner or noop_context_fn)
+    elif inner is not None:
+        options["context_fn"] = inner
+    # Without either it stays torch's own: a compiled function takes no other one that makes no modes.
+    return partial(checkpoint, forward, use_reentrant=False, **options)
 
 
 def paired_contexts(module: nn.Module, inner: Callable[[], Contexts]) -> Contexts:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+from utils.elsewhere import ELSEWHERE
 from utils.errors import ArgumentParser, UsageError, first_line, reported_as_usage_error
 from utils.files import read_text
 from utils.schema import ALIASES, MOST_STEPS, Affects, Config, keys_that_affect
@@ -50,14 +51,6 @@ STRATEGY_KEYS = {  # keys that belong to some values of data_parallel only
     **dict.fromkeys(("bucket_cap_mb", "enable_channels_last"), REPLICATED),
     **dict.fromkeys(("noddp", "gradient_compression"), ("ddp",)),
     "dp_shard": ("hsdp",),
-}
-ELSEWHERE = {  # options of the tutorials that users come from, and what takes their place here
-    "batch_size": "--global_batch_size (of all devices) or --local_batch_size (of one device)",
-    "enable_apex": "--enable_fused (torch's own fused optimizer)",
-    "enable_benchy": "python benchmark.py data",
-    "enable_manual_profiling": "ENABLE_PROFILING=1 (Nsight Systems) or --profile torch",
-    "num_epochs": "--num_iters",
-    "use_shifter": "CONTAINER=shifter IMAGE=... in the environment (docs/launch.md)",
 }
 NEAR = 0.75  # of difflib's similarity, from which on a name counts as misspelt
 
