@@ -18,6 +18,8 @@ COUNTED = [
     f"dp=2 {UNUSED}",
     f"dp=2 {UNUSED} bucket_cap_mb=0.001",
     "domain_parallel=1x2 data_parallel=zero2",
+    "amp_mode=bf16 model=classifier task=classify num_classes=5",
+    "amp_mode=bf16 model=unet",
 ]
 
 

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.pipelining.stage import PipelineStage
@@ -35,6 +36,7 @@ from utils.torch_private import storage_id
 
 # How a schedule's method of these messages is called in torch 2.13, and in 2.15; 2.11 has none.
 SHAPE_MESSAGES = "_warmup_p2p", "_initialize_pipeline_distributed_state"
+LAYER_NORM = torch.ops.aten.native_layer_norm.default
 
 
 @contextmanager
@@ -64,6 +66,7 @@ def fake_rank(
                 stack.enter_context(patch.object(_PipelineSchedule, name, _shapes_are_known))
         stack.enter_context(patch("distributed.data_parallel.replicate", Replica))
         stack.enter_context(patch("torch.distributed.pipelining.stage.DistributedDataParallel", Replica))
+        stack.enter_context(patch.dict(op_implementations_dict, {LAYER_NORM: partial(_layer_norm, device_type)}))
         stack.enter_context(patch("torch.optim.adam._get_value", lambda value: 1.0))  # it reads the number of steps
         if device_type != "cpu":
             stack.enter_context(patch.object(attention, "kernel", partial(_gpu_kernel, attention.kernel)))
@@ -85,6 +88,19 @@ def _gpu_kernel(choose, q, mask):
     """The kernel that ring attention chooses on a GPU: all fused kernels keep the same tensors."""
     fused = choose(q, mask, "cuda")
     return attention.CpuFlash if fused is not attention.Plain else fused
+
+
+def _layer_norm(device_type, mode, func, x, normalized_shape, weight, bias, eps):
+    """LayerNorm of fake tensors: (output, mean, 1 / standard deviation), the last two in the type that kernels have.
+
+    torch's own stand-in has them in the type of x; kernels have them in float32 on a GPU, and where weights are.
+    """
+    is_wide = device_type != "cpu" or (weight is not None and weight.dtype == torch.float32)
+    dtype = torch.promote_types(x.dtype, torch.float32) if is_wide else x.dtype
+    outer = x.shape[: x.dim() - len(normalized_shape)]
+    with mode:
+        statistics = [x.new_empty((*outer, *[1] * len(normalized_shape)), dtype=dtype) for _ in range(2)]
+        return torch.empty_like(x, memory_format=torch.contiguous_format), *statistics
 
 
 @cache
