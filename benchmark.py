@@ -29,12 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         raise UsageError("benchmark.py starts its ranks itself: start it with plain python, in one process")
     given = vars(options)  # named as the arguments of the function that runs the command
     run, write_png, png = given.pop("run"), given.pop("write_png"), given.pop("png", None)
-    path = given.pop("json")
+    path, memory_png = given.pop("json"), given.pop("memory_png", None)
     figures = run(words, **given)
     if path:
         write_json(path, figures)
     if png:
         write_png(png, figures)
+    if memory_png:
+        layouts.write_memory_picture(memory_png, figures)
     return FAILED_STATUS if figures.get("failed") else None
 
 
@@ -74,6 +76,9 @@ def build_parser() -> ArgumentParser:
     option("--sizes", type=MANY, nargs="+", default=[], metavar="N", help=text)
     option("--memory_limit_gib", type=real(1e-6, 1e6), metavar="X", help="memory a rank may use (all)")
     option("--steps", type=MANY, default=3, help="timed steps of each turn (%(default)s)")
+    option(
+        "--memory_png", metavar="FILE", help="write a picture: memory through a training step, a line for each layout"
+    )
     option("--inference", action="store_true", help="forward passes without gradients: latency and memory")
 
     option = command("scaling", scaling, "real training runs", rounds=False)

@@ -176,8 +176,7 @@ def data_parallel(
             allocate(module, device, options.cpu_offload)
         group = comm.get_group("dp_image")
         shares_parameters = options.data_parallel in SHARDED and comm.get_size("dp") > 1
-        # The planner's ranks compute nothing: there are no layers to compare, and no random numbers to read.
-        if group and shares_parameters and "fake" not in dist.get_backend(group):
+        if group and shares_parameters:
             LayerWatch(module, group, device, options.data_parallel)
     if whole and options.amp_mode == "fp16":  # torch's gradient scaler takes no mixture of DTensors and plain tensors
         raise LayoutError(

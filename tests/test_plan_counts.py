@@ -18,6 +18,8 @@ COUNTED = [
     f"dp=2 {UNUSED}",
     f"dp=2 {UNUSED} bucket_cap_mb=0.001",
     "domain_parallel=1x2 data_parallel=zero2",
+    "dp=4 data_parallel=hsdp dropout=0.5",
+    "dp=2 data_parallel=fsdp dropout=0.5 activation_checkpointing=full",
     "amp_mode=bf16 model=classifier task=classify num_classes=5",
     "amp_mode=bf16 model=unet",
 ]

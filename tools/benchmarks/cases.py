@@ -4,9 +4,12 @@ A case is a config in a layout. In every round all cases take turns, and a ratio
 ups and downs of the machine cancel. In its turn a case is built and given up again: what it holds is its own.
 """
 
+import math
 import os
 import statistics
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from utils.device import empty_cache, library, select_device
 from utils.errors import UsageError
 
 MEMORY = (*HELD, "parameters at most", "peak")
+POINTS = 100  # of a curve in one stretch of a phase
 RANKS_PER_CORE = 32  # more would only fill the machine
 
 
@@ -77,16 +81,28 @@ def measure(
     if first:
         peak = gpu.max_memory_allocated() - before if gpu else 0  # its allocator knows better
         step, x = built.step, built.x
-        trace = measured_inference(step, x) if inference else measured(step, x, built.y)
+        curve: list[tuple[str, int]] = []
+        trace = measured_inference(step, x) if inference else measured(step, x, built.y, curve)
         memory = {name: trace.held.get(name) for name in MEMORY} | {"peak": peak or trace.memory["peak"]}
         if case.config.tp_backend == "dtensor":  # a saved DTensor has the size of the whole, not of its part
             memory["activations"] = None
         if limit and memory["peak"] > limit:
             raise MemoryError(f"{memory['peak']:.0f} bytes of tensors: the limit is {limit:.0f}")
-        figures |= {"memory": memory, "messages": trace.messages}
+        figures |= {"memory": memory, "messages": trace.messages, "curve": thinned(curve)}
     del built
     empty_cache(rank.device)
     return figures
+
+
+def thinned(curve: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """A curve of memory with at most POINTS points of each stretch of a phase, each the most of its part."""
+    found: list[tuple[str, int]] = []
+    for phase, points in groupby(curve, key=itemgetter(0)):
+        sizes = [size for _, size in points]
+        length = math.ceil(len(sizes) / POINTS)
+        for start in range(0, len(sizes), length):
+            found.append((phase, max(sizes[start : start + length])))
+    return found
 
 
 def row_of(case: Case, turns: list[Any]) -> dict[str, Any]:
@@ -103,5 +119,5 @@ def row_of(case: Case, turns: list[Any]) -> dict[str, Any]:
         "seconds": statistics.median(seconds), "seconds_of_rounds": seconds,
         "samples_per_sec": row["batch"] / statistics.median(seconds),
         "memory": DataFrame([figures["memory"] for figures in turns[0]], dtype=float).max(skipna=False).to_dict(),
-        "messages": by_phase(*[figures["messages"] for figures in turns[0]]),
+        "messages": by_phase(*[figures["messages"] for figures in turns[0]]), "curve": turns[0][0]["curve"],
     }  # fmt: skip

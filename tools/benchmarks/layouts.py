@@ -13,6 +13,8 @@ import math
 import re
 import statistics
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from pandas import DataFrame
@@ -193,3 +195,46 @@ def write_picture(path: str, figures: dict[str, Any]) -> None:
     draw_bars(sent, DataFrame([{p: sent_in(row, p)["sent"] for p in PHASES} for row in rows], labels))
     finish(sent, title="sent by a rank in a step", xlabel="MiB")
     save(figure, path)
+
+
+def write_memory_picture(path: str, figures: dict[str, Any]) -> None:
+    """Memory of rank 0 through a training step, a line for each layout of the last size.
+
+    The phases of a step have the same width in all layouts, whatever number of allocations each has.
+    """
+    rows = [row for row in figures["rows"] if row["size"] == figures["rows"][-1]["size"] and row.get("curve")]
+    if not rows:
+        raise UsageError(f"{path}: there is no training step to draw: memory ran out, or --inference was given")
+    figure, (axes,) = panels(10, 1, 10)
+    for row in rows:
+        places, sizes = curve_of(row["curve"])
+        axes.step(places, sizes, where="post", linewidth=1.2, label=row["layout"])
+    names = [name for name, _ in stretches(rows[0]["curve"])]
+    for number, name in enumerate(names):
+        axes.axvline(number, color="black", linewidth=0.5, linestyle=":")
+        axes.text(number + 0.5, 1.01, name, transform=axes.get_xaxis_transform(), ha="center", fontsize="small")
+    axes.set_xticks([])
+    axes.set_ylim(bottom=0)
+    finish(axes, xlabel="a training step, by allocations and releases", ylabel="MiB on rank 0")
+    save(figure, path)
+
+
+def stretches(curve: Sequence[Sequence[Any]]) -> list[tuple[str, list[float]]]:
+    """(phase, MiB of its points) of each stretch of a step, from the first forward pass to the end of the update."""
+    found: list[tuple[str, list[float]]] = []
+    for phase, points in groupby(curve, key=itemgetter(0)):
+        found.append((phase, [size / MIB for _, size in points]))
+    names = [name for name, _ in found]
+    first = names.index("forward") if "forward" in names else 0
+    last = len(names) - names[::-1].index("update") if "update" in names else len(names)
+    return found[first:last]
+
+
+def curve_of(curve: Sequence[Sequence[Any]]) -> tuple[list[float], list[float]]:
+    """(places, MiB) of a curve, each stretch of a phase one unit wide."""
+    places: list[float] = []
+    sizes: list[float] = []
+    for number, (_, own) in enumerate(stretches(curve)):
+        places += [number + i / len(own) for i in range(len(own))]
+        sizes += own
+    return places, sizes

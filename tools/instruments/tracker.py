@@ -77,7 +77,8 @@ class Tracker(Watch):
         self.storages: dict[int, tuple[int, int, weakref.ref]] = {}
         self.saved = set[int]()
         self.labels: dict[int, str] = {}
-        self.events: list[tuple[int, int]] = []  # number, change of its size
+        self.events: list[tuple[int, int, str]] = []  # number, change of its size, phase
+        self.events_before = 0  # those of tensors that existed before the context
         self.note(tensors)
 
     def label(self, name: str, tensors: Iterable[Any]) -> set[int]:
@@ -138,12 +139,12 @@ class Tracker(Watch):
         number, before, reference = self.storages[key]
         self.storages[key] = number, size, reference
         if size != before:
-            self.events.append((number, size - before))
+            self.events.append((number, size - before, self.phase))
         return number
 
     def _gone(self, key):
         number, size, _ = self.storages.pop(key)
-        self.events.append((number, -size))
+        self.events.append((number, -size, self.phase))
 
     def __enter__(self):
         resize = torch.UntypedStorage.resize_
@@ -155,6 +156,7 @@ class Tracker(Watch):
 
         self.resizing = patch.object(torch.UntypedStorage, "resize_", resize_)
         self.resizing.start()
+        self.events_before = len(self.events)
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -165,13 +167,23 @@ class Tracker(Watch):
         """{label: most bytes, each at its own moment}; "peak": most bytes at once, without the labels `apart`."""
         now = Counter[str]()
         most = Counter[str]()
-        for number, change in self.events:
+        for number, change, _ in self.events:
             label = self.labels.get(number, "temporaries")
             now[label] += change
             most[label] = max(most[label], now[label])
             now["peak"] += change * (label not in apart)
             most["peak"] = max(most["peak"], now["peak"])
         return most
+
+    def curve(self) -> list[tuple[str, int]]:
+        """(phase, bytes at once) after each allocation and each release inside the context, in their order."""
+        points: list[tuple[str, int]] = []
+        held = 0
+        for number, (_, change, phase) in enumerate(self.events):
+            held += change
+            if number >= self.events_before:
+                points.append((phase, held))
+        return points
 
 
 def own_part(value: Any) -> Any:

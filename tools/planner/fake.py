@@ -70,7 +70,24 @@ def fake_rank(
         stack.enter_context(patch("torch.optim.adam._get_value", lambda value: 1.0))  # it reads the number of steps
         if device_type != "cpu":
             stack.enter_context(patch.object(attention, "kernel", partial(_gpu_kernel, attention.kernel)))
-        yield FakeTensorMode(allow_non_fake_inputs=True)
+        mode = CountingFakeMode(allow_non_fake_inputs=True)
+        draws_on_host = partial(getattr, mode, "draws") if device_type == "cpu" else int
+        stack.enter_context(patch("distributed.agreed_layers.host_generators", draws_on_host))
+        yield mode
+
+
+class CountingFakeMode(FakeTensorMode):
+    """Every new tensor is a fake one; `draws` counts the operations that would draw random numbers.
+
+    It stands for the state of a generator, which fake tensors leave as it is.
+    """
+
+    draws = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Call the operation on fake tensors."""
+        self.draws += torch.Tag.nondeterministic_seeded in func.tags
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def values_are_zero() -> AbstractContextManager[Any]:

@@ -139,8 +139,11 @@ def _trace(config, layout, rank, device_type, inference):
             return measured(step, x, y)
 
 
-def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
-    """The Trace of one more step of a TrainingStep that has made one; of a real step too."""
+def measured(step: TrainingStep, x: Tensor, y: Tensor, curve: list[tuple[str, int]] | None = None) -> Trace:
+    """The Trace of one more step of a TrainingStep that has made one; of a real step too.
+
+    curve: a list that is filled with Tracker.curve.
+    """
     parallel, optimizer = step.parallel, getattr(step.optimizer, "optim", step.optimizer)  # of ZeroRedundancyOptimizer
     own = [p for group in step.optimizer.param_groups for p in group["params"]]
     states = [value for state in optimizer.state.values() for value in state.values()]
@@ -190,6 +193,8 @@ def measured(step: TrainingStep, x: Tensor, y: Tensor) -> Trace:
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor))
         stack.enter_context(tracker)
         step(0, x, y)
+    if curve is not None:
+        curve += tracker.curve()
     messages, groups = _named_messages(tracker)
     return Trace(tracker.memory(step.config.cpu_offload * STATES), held, tracker.operations, messages, groups)
 
