@@ -15,6 +15,8 @@ COUNTED = [
     "dp=2 freeze=blocks.0.*",
     "dp=2 data_parallel=zero1 freeze=blocks.0.*",
     "tensor_parallel=2 tp_backend=dtensor",
+    "dp=2 data_parallel=zero1 weight_decay=0.5",
+    "dp=2 data_parallel=fsdp weight_decay=0.5",
     f"dp=2 {UNUSED}",
     f"dp=2 {UNUSED} bucket_cap_mb=0.001",
     "domain_parallel=1x2 data_parallel=zero2",

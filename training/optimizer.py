@@ -9,33 +9,50 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from distributed.data_parallel import build_zero1_optimizer
+from distributed.parallel_model import ParallelModel
+from training.weight_roles import Role, weight_roles
 from utils import comm
 from utils.schema import Config
 
+DECAY_OF_ADAMW = 0.01  # torch's own
 
-def build_optimizer(config: Config, model: nn.Module, device: torch.device) -> Optimizer:
+def build_optimizer(config: Config, parallel: ParallelModel, device: torch.device) -> Optimizer:
     """Adam or AdamW, as the config says. If fused, one kernel updates all parameters."""
     captured, peak = config.enable_cuda_graphs, peak_learning_rate(config)  # a CUDA graph reads the rate on the device
     lr = torch.tensor(peak, device=device) if captured else peak
     fused = config.enable_fused or None  # None: torch's own choice, one kernel for each operation (foreach)
     options = {"lr": lr, "betas": tuple(config.betas), "fused": fused, "capturable": captured}
-    optimizer_class = getattr(torch.optim, config.optimizer)
+    # With a decay Adam is AdamW: the decay is decoupled from the moments.
+    name = "AdamW" if config.weight_decay else config.optimizer
+    optimizer_class = getattr(torch.optim, name)
+    groups = parameter_groups(config, parallel)
     if config.data_parallel == "zero1" and comm.get_size("dp_image") > 1:
-        return build_zero1_optimizer(optimizer_class, trained(model), **options)
-    return optimizer_class(parameter_groups(model), **options)
+        return build_zero1_optimizer(optimizer_class, groups, **options)
+    return optimizer_class(groups, **options)
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are not frozen."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+def parameter_groups(config: Config, parallel: ParallelModel) -> list[dict[str, Any]]:
+    """One group for each kind of parameter, of those that are not frozen, each with its weight decay.
+
+    Fused kernels do not take DTensors and plain tensors together.
+    """
+    kinds: dict[tuple[DeviceMesh | None, float], list[nn.Parameter]] = {}
+    for role in weight_roles(parallel):
+        decay = weight_decay(config, role)
+        mesh = getattr(role.parameter, "device_mesh", None)
+        kinds.setdefault((mesh, decay), []).append(role.parameter)
+    return [{"params": parameters, "weight_decay": decay} for (_, decay), parameters in kinds.items()]
 
 
-def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """One group for each kind of parameter: fused kernels do not take DTensors and plain tensors together."""
-    kinds: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-    for parameter in trained(model):
-        kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    return [{"params": parameters} for parameters in kinds.values()]
+def weight_decay(config: Config, role: Role) -> float:
+    """The part of a weight, over the learning rate, that a step takes away.
+
+    Loshchilov and Hutter 2019 (arXiv:1711.05101).
+    """
+    if config.weight_decay is None:
+        return DECAY_OF_ADAMW if config.optimizer == "AdamW" else 0.0
+    decays = role.decays or config.weight_decay_all
+    return config.weight_decay if decays else 0.0
 
 
 def peak_learning_rate(config: Config) -> float:

@@ -116,6 +116,12 @@ class Config(BaseModel):
     lr_scaling: Literal["none", "linear", "sqrt"] = key("how lr grows with global_batch_size / base_batch_size", "none")
     base_batch_size: PositiveInt | None = key("global batch for which lr was chosen", None)
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = key("Adam betas", min_length=2, max_length=2)
+    weight_decay: Weight | None = key(
+        "a step takes lr * weight_decay of a weight away, no norms, biases, positions; null: 0 (AdamW: 0.01, of all)",
+        None,
+        "training",
+    )
+    weight_decay_all: bool = key("weight_decay of norms, biases and position embeddings too", False, "training")
     lr_schedule: Literal["cosine", "constant"] = key("learning rate after the warmup")
     warmup: NonNegativeInt = key("iterations of linear warmup, at most half of num_iters", 0)
     clip_grad_norm: PositiveFloat | None = key("clip gradients to this global norm", None)

@@ -123,7 +123,7 @@ def _trace(config, layout, rank, device_type):
         task = build_task(config)  # out here: it tries the model on the meta device
         with fake, torch.random.fork_rng(), pipeline_shapes(config, layout):
             parallel = data_parallel(model, config.options(DataParallelOptions), device, [], task.usage, split)
-            optimizer = build_optimizer(config, model, device)
+            optimizer = build_optimizer(config, parallel, device)
             for group in optimizer.param_groups if device_type != "cpu" else ():
                 group["foreach"] = not group["fused"]  # torch's choice on a GPU
             step = TrainingStep(config, device, parallel, optimizer, task)
