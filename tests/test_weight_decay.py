@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from tests.support.layout_parity import CPU, build, check_chain, check_training, ranks_and_options
+from tests.support.layout_parity import build, check_chain, check_training, ranks_and_options
 from tests.support.marks import slow_but
 from tests.support.refusals import refusal
 from training.optimizer import set_learning_rate
-from utils import comm
 
 # So large that a weight with a decay that it should not have, or without, is far away after a step.
-DECAYING = {"global_batch_size": 12, "depth": 2, "num_heads": 4, "optimizer": "AdamW", "num_iters": 50, "weight_decay": 20.0}  # fmt: skip
+DECAYING = {
+    "global_batch_size": 12, "depth": 2, "num_heads": 4, "optimizer": "AdamW", "num_iters": 50, "weight_decay": 20.0,
+}  # fmt: skip
 LAYOUTS = [
     "dp2,data_parallel=zero1", "dp3,data_parallel=fsdp", "dp2,data_parallel=zero2", "dp4,data_parallel=hsdp,dp_shard=2",
     "dp2", "tp2", "tp2,sequence_parallel=true", "cp2", "pp2", "domain2", "tp2xdp2,data_parallel=fsdp",
