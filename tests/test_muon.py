@@ -33,9 +33,10 @@ LAYOUTS = [
     "dp2", "dp2,data_parallel=zero1", "dp3,data_parallel=zero1", "dp2,data_parallel=zero2", "dp3,data_parallel=fsdp",
     "dp4,data_parallel=fsdp", "dp4,data_parallel=hsdp,dp_shard=2", "tp2", "tp4", "tp2,sequence_parallel=true",
     "tp2xdp2", "tp2xdp2,data_parallel=zero1", "tp2xdp2,data_parallel=fsdp", "tp2,tp_backend=dtensor",
-    "tp2xdp2,data_parallel=fsdp,tp_backend=dtensor", "cp2", "cp2xdp2,data_parallel=fsdp", "pp2", "pp2xdp2,gradient_accumulation=2",
-    "pp2xdp2,data_parallel=fsdp,gradient_accumulation=2", "domain2", "domain2,data_parallel=fsdp", "domain2x2", "domain2,data_parallel=zero1",
-    "tp2xdomain2", "tp2xpp2", "dp3,data_parallel=fsdp,cpu_offload=true", "dp2,gradient_accumulation=3",
+    "tp2xdp2,data_parallel=fsdp,tp_backend=dtensor", "cp2", "cp2xdp2,data_parallel=fsdp", "pp2",
+    "pp2xdp2,gradient_accumulation=2", "pp2xdp2,data_parallel=fsdp,gradient_accumulation=2", "domain2",
+    "domain2,data_parallel=fsdp", "domain2x2", "domain2,data_parallel=zero1", "tp2xdomain2", "tp2xpp2",
+    "dp3,data_parallel=fsdp,cpu_offload=true", "dp2,gradient_accumulation=3",
 ]  # fmt: skip
 QUICK = [
     "dp2", "dp3,data_parallel=zero1", "dp3,data_parallel=fsdp", "tp2", "tp2xdp2,data_parallel=fsdp", "domain2",

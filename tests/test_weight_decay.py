@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.layout_parity import build, check_chain, check_training, ranks_and_options
+from tests.support.layout_parity import build, check_chain, check_training, ranks_and_options, train_from
 from tests.support.marks import slow_but
 from tests.support.refusals import refusal
 from training.optimizer import set_learning_rate
@@ -77,6 +77,16 @@ def test_frozen_weights_do_not_decay_and_averages_follow(ranks, tiny_config):
 def test_layouts_resume_each_other_with_weight_decay(ranks, tiny_config, tmp_path):
     layouts = ["serial", "dp2,data_parallel=zero1", "tp2"]
     check_chain(ranks, tiny_config, layouts, DECAYING, tmp_path)
+
+
+def test_moments_from_before_the_key_are_read_into_its_groups(ranks, tiny_config, tmp_path):
+    """And back: a checkpoint has moments by the names of weights, whatever the groups are."""
+    before = {key: value for key, value in DECAYING.items() if key != "weight_decay"} | {"optimizer": "Adam"}
+    size, own = ranks_and_options("dp2,data_parallel=zero1")
+    for number, options in enumerate([before, DECAYING, before]):
+        config = tiny_config(**options | own)
+        losses = ranks(size, train_from, config, tmp_path, number, number + 1)[0]
+        assert torch.isfinite(losses).all()
 
 
 def steps_beside_torch(config):
