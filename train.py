@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int | None:
     loaders = task.loaders(device)  # of this rank's part of the samples
     options = config.options(DataParallelOptions)
     parallel = data_parallel(model, options, device, initial_weights(config), task.usage)
-    optimizer = build_optimizer(config, model, device)
+    optimizer = build_optimizer(config, parallel, device)
     step = TrainingStep(config, device, parallel, optimizer, task)
 
     with Run(config, step, task, loaders) as run:  # continues from the newest checkpoint in its folder

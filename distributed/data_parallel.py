@@ -288,15 +288,22 @@ def reduce_in_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.f
 
 
 def build_zero1_optimizer(
-    optimizer_class: type[torch.optim.Optimizer], parameters: Iterable[nn.Parameter], **options: Any
+    optimizer_class: Callable[..., torch.optim.Optimizer], groups: Sequence[dict[str, Any]], **options: Any
 ) -> torch.optim.Optimizer:
-    """An optimizer whose state is shared out: each rank updates its share of the parameters and broadcasts them."""
+    """An optimizer whose state is shared out: each rank updates its share of the parameters and broadcasts them.
+
+    groups: of parameters, as any optimizer takes them, each shared out by itself.
+    """
     from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
 
-    parameters = list(parameters)
+    parameters = [parameter for group in groups for parameter in group["params"]]
     strides = [parameter.stride() for parameter in parameters]
     optimizer = ZeroRedundancyOptimizer(
-        parameters, optimizer_class, process_group=comm.get_group("dp_image"), parameters_as_bucket_view=True, **options
+        groups,
+        optimizer_class,  # type: ignore[arg-type]  # or a function that makes one
+        process_group=comm.get_group("dp_image"),
+        parameters_as_bucket_view=True,
+        **options,
     )
     for parameter, stride in zip(parameters, strides, strict=True):
         set_strides(parameter, stride)

@@ -42,7 +42,7 @@ def test_every_key_is_an_option():
     for name, field in Config.model_fields.items():
         if field.annotation is bool:
             strategy = "fsdp" if name == "cpu_offload" else "ddp"
-            words = [f"--{name}", f"--data_parallel={strategy}", "--loss=squared_error"]
+            words = [f"--{name}", f"--data_parallel={strategy}", "--loss=squared_error", "--weight_decay=0.05"]
             assert getattr(load_config(words), name) is True
             assert getattr(load_config([f"--no-{name}"]), name) is False
         elif field.default == []:

@@ -245,7 +245,7 @@ def test_a_captured_replica_trains_like_an_eager_one(tiny_config, nccl, options)
         with on_capture_stream() if graphs else contextlib.nullcontext():
             ddp = DistributedDataParallel(model, device_ids=[0], gradient_as_bucket_view=True, static_graph=True)
         parallel = ParallelModel(model, ddp, Split(), replicated=True)
-        step = TrainingStep(config, CUDA, parallel, build_optimizer(config, model, CUDA), build_task(config))
+        step = TrainingStep(config, CUDA, parallel, build_optimizer(config, parallel, CUDA), build_task(config))
         return torch.stack([step(i, *batch(config, CUDA)) for i in range(DDP_WARMUP_STEPS + 9)]).cpu()
 
     torch.testing.assert_close(losses(True), losses(False), rtol=1e-3, atol=1e-4)

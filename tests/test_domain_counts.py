@@ -160,7 +160,7 @@ def counts_without_a_domain(config, script):
         task = build_task(config)
         options = config.options(DataParallelOptions)
         parallel = data_parallel(model, options, CPU, initial_weights(config), task.usage, split)
-        step = TrainingStep(config, CPU, parallel, build_optimizer(config, model, CPU), task)
+        step = TrainingStep(config, CPU, parallel, build_optimizer(config, parallel, CPU), task)
         losses = [step(i, *batch_of(config)) for i in range(5)]
     return counted.calls, counted.bytes, torch.stack(losses), found.count(ShardTensor)
 

@@ -17,6 +17,9 @@ LARGE = [  # GPUs, script and options
     (1, "train.py --config=base --amp_mode=fp16 --enable_fused --gradient_accumulation=4"),
     (16, f"{MP} --context_parallel=4 --cp_method=ring --tensor_parallel=2 --data_parallel=fsdp"),
     (16, f"{MP} --pipeline_parallel=4 --gradient_accumulation=4 --data_parallel=ddp"),
+    (4, "train.py --config=quick --data_parallel=fsdp --optimizer=Muon"),
+    (4, "train.py --config=quick --data_parallel=zero1 --optimizer=Muon --amp_mode=bf16"),
+    (4, f"{MP}_quick --tensor_parallel=2 --data_parallel=fsdp --optimizer=Muon"),
     (16, f"{SHARD} --domain_parallel=2x2 --domain_method=gather --data_parallel=ddp --depth=4"),
 ]
 

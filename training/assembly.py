@@ -58,7 +58,7 @@ def build_step(config: Config, device: torch.device, where: str = "") -> Trainin
     """The TrainingStep of this rank; the mesh is there. Raises UsageError, naming `where`, for a split that fails."""
     task = build_task(config)
     parallel = build_parallel(config, device, where=where, usage=task.usage)
-    return TrainingStep(config, device, parallel, build_optimizer(config, parallel.model, device), task)
+    return TrainingStep(config, device, parallel, build_optimizer(config, parallel, device), task)
 
 
 def random_batch(task: Task, device: torch.device) -> tuple[Tensor, Tensor]:

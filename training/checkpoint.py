@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map
 
 from training.checkpoint_files import MARKER, CheckpointError, Marker, ShardWriter, digest, read_losses, verify
 from training.model_state import collect_weights, restore_weights
+from training.muon import Muon
 from training.random_streams import RandomStreams, accelerator
 from training.rehearsal import rehearse
 from utils import comm
@@ -94,6 +95,9 @@ def make_moments(optimizer: Optimizer) -> None:
     That is of all parameters before the first step, and later of those that no step has used. The optimizer makes them
     itself, in a step whose learning rate is zero.
     """
+    if isinstance(optimizer, Muon):  # a step of it is one of all ranks together
+        optimizer.make_momentum()
+        optimizer = optimizer.adam
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     unused = [parameter for parameter in parameters if parameter not in optimizer.state]
     if not unused:

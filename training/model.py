@@ -31,6 +31,7 @@ from distributed.usage import Usage, watch
 from distributed.weight_shards import fill_weights
 from networks import MODELS
 from networks.vit import PerAxis
+from training.weight_roles import weight_roles
 from utils.config import nearest
 from utils.errors import UsageError, first_line
 from utils.host_random import HostRandom
@@ -50,6 +51,7 @@ def build_model(config: Config, device: torch.device | str = "meta") -> nn.Modul
     """
     model = build_on_meta(_builder(config))
     freeze(model, config)
+    check_matrices(model, config)
     if torch.device(device).type != "meta":
         with keep_ties(model):
             model.to_empty(device=device)
@@ -76,6 +78,18 @@ def freeze(model: nn.Module, config: Config) -> None:
     if not any(parameter.requires_grad for parameter in names.values()):
         raise UsageError(
             f"{config.config}: freeze {config.freeze} leaves no parameter of model {config.model} to train"
+        )
+
+
+def check_matrices(model: nn.Module, config: Config) -> None:
+    """Raise UsageError where the optimizer is Muon and no weight of the whole model is for it."""
+    if config.optimizer != "Muon":
+        return
+    roles = weight_roles(model, Split(), config.muon_weights)
+    if not any(role.is_hidden for role in roles):
+        raise UsageError(
+            f"{config.config}: optimizer Muon trains matrices of hidden layers, and model {config.model} has none "
+            f"whose name matches muon_weights {config.muon_weights}: use AdamW"
         )
 
 

@@ -1,6 +1,8 @@
 """Optimizer and learning-rate schedule."""
 
 import math
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,33 +11,74 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from distributed.data_parallel import build_zero1_optimizer
+from distributed.parallel_model import ParallelModel
+from distributed.whole_matrices import cuts_of
+from training.muon import MatrixPart, Muon
+from training.weight_roles import Role, weight_roles
 from utils import comm
 from utils.schema import Config
 
+DECAY_OF_ADAMW = 0.01  # torch's own
 
-def build_optimizer(config: Config, model: nn.Module, device: torch.device) -> Optimizer:
-    """Adam or AdamW, as the config says. If fused, one kernel updates all parameters."""
+
+def build_optimizer(config: Config, parallel: ParallelModel, device: torch.device) -> Optimizer:
+    """Adam, AdamW or Muon, as the config says. If fused, one kernel updates all parameters of Adam."""
     captured, peak = config.enable_cuda_graphs, peak_learning_rate(config)  # a CUDA graph reads the rate on the device
     lr = torch.tensor(peak, device=device) if captured else peak
     fused = config.enable_fused or None  # None: torch's own choice, one kernel for each operation (foreach)
-    options = {"lr": lr, "betas": tuple(config.betas), "fused": fused, "capturable": captured}
-    optimizer_class = getattr(torch.optim, config.optimizer)
+    options: dict[str, Any] = {"betas": tuple(config.betas), "fused": fused, "capturable": captured}
+    roles = weight_roles(parallel.model, parallel.split, config.muon_weights)
+    groups = parameter_groups(config, roles)
+    if config.optimizer == "Muon":
+        build: Callable[..., Optimizer] = muon_builder(config, parallel, roles, device, options)
+    else:
+        # With a decay Adam is AdamW: the decay is decoupled from the moments.
+        name = "AdamW" if config.weight_decay else config.optimizer
+        build = partial(getattr(torch.optim, name), **options)
     if config.data_parallel == "zero1" and comm.get_size("dp_image") > 1:
-        return build_zero1_optimizer(optimizer_class, trained(model), **options)
-    return optimizer_class(parameter_groups(model), **options)
+        return build_zero1_optimizer(build, groups, lr=lr)
+    return build(groups, lr=lr)
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are not frozen."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+def muon_builder(
+    config: Config, parallel: ParallelModel, roles: Iterable[Role], device: torch.device, adam: dict[str, Any]
+) -> Callable[..., Optimizer]:
+    """Muon, to be called with groups and lr. With mixed precision its products of matrices are in bfloat16."""
+    matrices = {}
+    for role in roles:
+        if role.is_hidden:
+            cuts = cuts_of(role.parameter, parallel.split.dims.get(role.name))
+            matrices[role.parameter] = MatrixPart(role.shape, cuts)
+    dtype = None if config.amp_mode == "none" else torch.bfloat16
+    return partial(Muon, matrices=matrices, momentum=config.muon_momentum, dtype=dtype, device=device, adam=adam)
 
 
-def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """One group for each kind of parameter: fused kernels do not take DTensors and plain tensors together."""
-    kinds: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-    for parameter in trained(model):
-        kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    return [{"params": parameters} for parameters in kinds.values()]
+def parameter_groups(config: Config, roles: Iterable[Role]) -> list[dict[str, Any]]:
+    """One group for each kind of parameter, each with its weight decay, and whether Muon trains it.
+
+    Fused kernels do not take DTensors and plain tensors together.
+    """
+    kinds: dict[tuple[DeviceMesh | None, float, bool], list[nn.Parameter]] = {}
+    for role in roles:
+        decay = weight_decay(config, role)
+        by_muon = config.optimizer == "Muon" and role.is_hidden
+        mesh = getattr(role.parameter, "device_mesh", None)
+        kinds.setdefault((mesh, decay, by_muon), []).append(role.parameter)
+    groups: list[dict[str, Any]] = []
+    for (_, decay, by_muon), parameters in kinds.items():
+        groups.append({"params": parameters, "weight_decay": decay, "muon": by_muon})
+    return groups
+
+
+def weight_decay(config: Config, role: Role) -> float:
+    """The part of a weight, over the learning rate, that a step takes away.
+
+    Loshchilov and Hutter 2019 (arXiv:1711.05101).
+    """
+    if config.weight_decay is None:
+        return DECAY_OF_ADAMW if config.optimizer == "AdamW" else 0.0
+    decays = role.decays or config.weight_decay_all
+    return config.weight_decay if decays else 0.0
 
 
 def peak_learning_rate(config: Config) -> float:

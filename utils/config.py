@@ -189,6 +189,13 @@ def _of_options(config: Config) -> Iterator[str]:
     """Options that do not go together, whatever the ranks."""
     if config.lr_scaling != "none" and config.base_batch_size is None:
         yield f"lr_scaling {config.lr_scaling} needs base_batch_size, the batch that lr belongs to"
+    if config.weight_decay_all and not config.weight_decay:
+        yield "weight_decay_all belongs to weight_decay, the part of a weight that a step takes away: give both"
+    for name in ("muon_momentum", "muon_weights"):
+        if config.optimizer != "Muon" and getattr(config, name) != Config.model_fields[name].default:
+            yield f"{name} belongs to optimizer Muon, not to {config.optimizer}"
+    if config.optimizer == "Muon" and config.enable_cuda_graphs:
+        yield "enable_cuda_graphs goes without optimizer Muon, whose learning rate is a number of the host: use AdamW"
     for name, strategies in STRATEGY_KEYS.items():
         if config.data_parallel not in strategies and getattr(config, name) != Config.model_fields[name].default:
             yield f"{name} belongs to data_parallel {' and '.join(strategies)}, not to {config.data_parallel}"

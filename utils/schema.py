@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from utils.layout import ORDER, Layout, tile_counts
 
@@ -30,6 +30,12 @@ TIMED_FORCINGS = ("hour", "day")  # the local hour, the day of the year: a cosin
 
 Affects = Literal["model", "result", "training", "layout", "speed", "nothing"]
 Options = TypeVar("Options")
+
+
+def spell_optimizer(name: Any) -> Any:
+    """The name of an optimizer as the schema has it: muon -> Muon. Anything else stays as it is."""
+    names = {"adam": "Adam", "adamw": "AdamW", "muon": "Muon"}
+    return names.get(name.lower(), name) if isinstance(name, str) else name
 
 
 def key(description: str, default: Any = ..., affects: Affects = "result", **bounds: Any) -> Any:
@@ -110,12 +116,24 @@ class Config(BaseModel):
     global_batch_size: PositiveInt = key("samples of one optimizer step, over all devices")
     local_batch_size: PositiveInt | None = key("samples of one step on one device; sets global_batch_size", None)
     num_iters: PositiveInt = key("optimizer steps of the whole run")
-    optimizer: Literal["Adam", "AdamW"] = key("optimizer")
+    optimizer: Annotated[Literal["Adam", "AdamW", "Muon"], BeforeValidator(spell_optimizer)] = key(
+        "Adam, AdamW, or Muon for the matrices of hidden layers and AdamW for the rest"
+    )
     gradient_accumulation: PositiveInt = key("micro-batches of one optimizer step on each device", 1, "layout")
     lr: PositiveFloat = key("peak learning rate, of base_batch_size where it is scaled")
     lr_scaling: Literal["none", "linear", "sqrt"] = key("how lr grows with global_batch_size / base_batch_size", "none")
     base_batch_size: PositiveInt | None = key("global batch for which lr was chosen", None)
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = key("Adam betas", min_length=2, max_length=2)
+    muon_momentum: float = key("Muon: momentum of the gradients of matrices", 0.95, "training", ge=0, lt=1)
+    muon_weights: list[Text] = key(
+        "Muon: its matrices, by names; !: not these", ["*", "!*embed*", "!*head*"], "training", max_length=64
+    )
+    weight_decay: Weight | None = key(
+        "a step takes lr * weight_decay of a weight away, no norms, biases, positions; null: 0 (AdamW: 0.01, of all)",
+        None,
+        "training",
+    )
+    weight_decay_all: bool = key("weight_decay of norms, biases and position embeddings too", False, "training")
     lr_schedule: Literal["cosine", "constant"] = key("learning rate after the warmup")
     warmup: NonNegativeInt = key("iterations of linear warmup, at most half of num_iters", 0)
     clip_grad_norm: PositiveFloat | None = key("clip gradients to this global norm", None)

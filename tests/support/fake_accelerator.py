@@ -89,7 +89,7 @@ def run_a_rank(config, layout, rank=0, mutate=None, steps=2):
         stack.enter_context(pipeline_shapes(config, layout))
         stack.enter_context(fake)
         parallel = data_parallel(model, config.options(DataParallelOptions), device, [], usage, split)
-        step = TrainingStep(config, device, parallel, build_optimizer(config, model, device), task)
+        step = TrainingStep(config, device, parallel, build_optimizer(config, parallel, device), task)
         if mutate:
             mutate(step)
         step.measures_norm, times = True, PhaseTimes(device)  # as in a run, before a reading

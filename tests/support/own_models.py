@@ -89,6 +89,21 @@ class Tied(nn.Module):
         return self.last(self.second(F.gelu(self.first(x))))
 
 
+class TiedMatrices(nn.Module):
+    """Two layers with one matrix, on the channels of each point."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.first = nn.Linear(in_channels, in_channels)
+        self.second = nn.Linear(in_channels, in_channels)
+        self.second.weight = self.first.weight
+        self.last = nn.Linear(in_channels, out_channels)
+
+    def forward(self, x):
+        x = self.second(F.gelu(self.first(x.movedim(1, -1))))
+        return self.last(x).movedim(-1, 1)
+
+
 class Spectral(nn.Module):
     """Weights of waves are complex numbers."""
 

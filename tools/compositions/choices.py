@@ -29,6 +29,7 @@ EXAMPLES: dict[str, list[Any]] = {
     "channel_weights": [{"u10": 0.1}],
     "rollout_schedule": [[[1, 2]]],
     "betas": [[0.8, 0.9]],
+    "muon_weights": [["*mlp*"]],
     "clip_grad_norm": [0.01],  # below the norms of a tiny run, or nothing is clipped
     "domain_parallel": [2, 3, "2x2", "1x2"],
     "parallel_order": ["dp-pp-domain-cp-tp"],
@@ -39,6 +40,7 @@ BROUGHT: dict[tuple[str, str], dict[str, Any]] = {
     ("model", "neighborhood"): {"model_args": {"kernel_size": 3}},
     ("model", "classifier"): {"task": "classify", "num_classes": 5},
     ("task", "classify"): {"model": "classifier", "num_classes": 5},
+    ("muon_weights", "['*mlp*']"): {"optimizer": "Muon"},
 }
 # Values with which each layout has numbers of its own, as the schema says of them. They run, and are held against the
 # plan; their losses are not compared.

@@ -82,6 +82,9 @@ def textbook_trace(config: Config, layout: Layout, stage: int) -> Trace:
     updated = parameters / shards / (replicas if config.data_parallel == "zero1" else 1)
     gathered = FULL if config.gather_dtype == "none" else 2  # bytes of a gathered parameter
 
+    # Of the matrices of hidden layers Muon keeps one moment; a rank has so many of their numbers.
+    orthogonal = L * matrices * (config.optimizer == "Muon") * updated / parameters
+
     # The pipeline: stages of this rank, and micro-batches of which it keeps activations.
     # Narayanan et al. 2021 (arXiv:2104.04473).
     later = layout.pp - stage
@@ -108,7 +111,7 @@ def textbook_trace(config: Config, layout: Layout, stage: int) -> Trace:
         """{label: bytes} as a Trace has them, and the most at once as "peak"."""
         # ZeRO: Rajbhandari et al. 2020 (arXiv:1910.02054). Adam has two moments.
         own = FULL * parameters / shards  # of parameters, and of gradients
-        optimizer = 2 * FULL * updated
+        optimizer = FULL * (2 * updated - orthogonal)
         image, error = FULL * b * n * inputs, FULL * states
         batch = m * (image + steps * error)
         boundaries = 2 * chunks - first - last  # a buffer for each message that comes
@@ -140,6 +143,8 @@ def textbook_trace(config: Config, layout: Layout, stage: int) -> Trace:
         peak = batch + most
         if not config.cpu_offload:
             updating = own if config.enable_fused else 2 * own
+            if orthogonal:  # steps of matrices; pieces that are sent and received, and whole matrices
+                updating = w * orthogonal * (5 if sharded or t > 1 else 3)
             peak = batch + own + optimizer + max(most, updating)
         return {
             "parameters": own, "gradients": own, "optimizer": optimizer, "activations": kept, "batch": batch,
@@ -188,6 +193,13 @@ def textbook_trace(config: Config, layout: Layout, stage: int) -> Trace:
             moves("backward", 2 * FULL * parameters, 12 * L, 1)
         numbers, kernels = (4, 1) if config.enable_fused else (12, 7)  # of Adam, for each parameter
         moves("update", numbers * FULL * updated, kernels, 1)
+        if orthogonal:  # five times three products of whole matrices, of which the ranks of a copy share the work
+            share = orthogonal / matrices / t
+            for long in 3 * D, D, D * config.mlp_ratio, D * config.mlp_ratio:
+                n_rows, n_columns = sorted((D, long))
+                flops = 4 * n_rows**2 * n_columns + 2 * n_rows**3
+                moved = w * (5 * n_rows * n_columns + 6 * n_rows**2)
+                counted[Operation("update", "matmul", flops / 3, moved / 3, dtype)] += round(5 * 3 * share)
         return counted
 
     def messages():
@@ -240,6 +252,10 @@ def textbook_trace(config: Config, layout: Layout, stage: int) -> Trace:
             add("backward", "all_reduce", group, width * size / buckets, buckets)
         if config.data_parallel == "zero1":
             add("update", "broadcast", group, FULL * updated, replicas)
+        if orthogonal and sharded:  # pieces of matrices to their owners, and back
+            inside = group.replace("dp", "dp_shard") if config.data_parallel == "hsdp" else group
+            add("update", "all_to_all", inside, w * orthogonal * (shards - 1) / shards, 2)
+        add("update", "all_to_all", "tp", w * orthogonal * (t - 1) / t, 2 * (orthogonal > 0))
         if sharded:
             hybrid, units = config.data_parallel == "hsdp", L + 1
             group = group.replace("dp", "dp_shard") if hybrid else group

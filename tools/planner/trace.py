@@ -91,6 +91,8 @@ def _deep(config, layout, rank, device_type, inference):
     most = MOST
     if layout.dp * layout.cp * math.prod(layout.domain) > 1 and not config.noddp:
         most = {"ddp": MOST_OF_DDP, "zero1": blocks}.get(config.data_parallel, MOST)  # zero1 shares whole parameters
+    if config.optimizer == "Muon":  # ranks share whole matrices
+        most = blocks
     if left or blocks <= most:
         return _trace(config, layout, rank, device_type, inference)
     few, more = (
@@ -127,9 +129,10 @@ def _trace(config, layout, rank, device_type, inference):
         task = build_task(config)  # out here: it tries the model on the meta device
         with fake, torch.random.fork_rng(), pipeline_shapes(config, layout):
             parallel = data_parallel(model, config.options(DataParallelOptions), device, [], task.usage, split)
-            optimizer = build_optimizer(config, model, device)
-            for group in optimizer.param_groups if device_type != "cpu" else ():
-                group["foreach"] = not group["fused"]  # torch's choice on a GPU
+            optimizer = build_optimizer(config, parallel, device)
+            for group in optimizer.param_groups:
+                if device_type != "cpu" and not group["muon"]:
+                    group["foreach"] = not group["fused"]  # torch's choice on a GPU
             step = TrainingStep(config, device, parallel, optimizer, task)
             x, y = random_batch(step.task, device)
             if inference:
