@@ -111,7 +111,7 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def reported(gpu, tiny_config, tmp_path, monkeypatch):
-    """Call with workers, seconds of a read on the host, and CUDA graphs or not: (data wait fraction, compare's figures).
+    """Call with workers, seconds of a read on the host, CUDA graphs or not: (data wait fraction, compare's figures).
 
     Loader, clock, telemetry, file of readings and comparison are the project's own.
     """

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from distributed.parallel_model import ParallelModel, transform_forward
 from training.averaged_weights import AveragedWeights
 from training.cuda_graphs import CapturedStep
+from training.determinism import unrepeatable_as_usage_error
 from training.loss_scaler import OwnScaler, SharedScaler
 from training.optimizer import learning_rate, set_learning_rate
 from training.profiling import span
@@ -60,7 +61,7 @@ class TrainingStep:
     def __call__(self, iteration: int, x: Tensor, y: Tensor) -> Tensor:
         """One step, of an iteration from 0, on this rank's part of the batch; returns the loss."""
         set_learning_rate(self.optimizer, learning_rate(self.config, iteration))
-        with self.streams.host:
+        with self.streams.host, unrepeatable_as_usage_error():
             if self.config.enable_cuda_graphs:
                 captured = self.captured.setdefault(y.shape, CapturedStep(self.parallel.replicated))
                 loss = captured(self.eager, x, y)
@@ -140,6 +141,7 @@ class TrainingStep:
                 with (
                     torch.random.fork_rng(devices, device_type=self.device.type),
                     drawn_again(self.streams.host.states()),
+                    unrepeatable_as_usage_error(),
                     with_buffers(copied_buffers(self.parallel.model)),
                     self.autocast(),
                 ):

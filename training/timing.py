@@ -50,8 +50,8 @@ class Clock:
         return self.data_wait / self.seconds if self.seconds else None
 
 
-# data: the device waits for the batch. pipeline: forward and backward of all stages. reduce: of gradients, what the backward
-# pass leaves of it. optimizer: clipping and update.
+# data: the device waits for the batch. pipeline: forward and backward of all stages. reduce: of gradients, what the
+# backward pass leaves of it. optimizer: clipping and update.
 PHASES = ("data", "forward", "backward", "pipeline", "reduce", "optimizer")
 MOST_STEPS = 10  # of an interval that are measured on an accelerator
 

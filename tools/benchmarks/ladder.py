@@ -37,7 +37,7 @@ from utils.errors import UsageError, first_line
 from utils.files import write_json
 from utils.schema import Config
 
-TRIED = "DALI", "fp8"  # steps that are not kept: later ones go on from the step before
+TRIED = "DALI", "fp8", "deterministic"  # steps that are not kept: later ones go on from the step before
 STEPS = "config/ladder.yaml"
 LEAD_IN = 4  # untimed iterations of each turn: they use up the batches that were read ahead
 # The side of the smallest square product that is timed, and the seconds from which on a product is large enough.
@@ -54,6 +54,7 @@ def ladder(config: Config, workers: int) -> list[tuple[str, dict[str, Any], str 
         "DALI": None if installed("nvidia.dali") else "not installed (requirements-dali.txt)",
         "TF32": None if device.type != "cpu" else "needs a GPU",
         "fp8": None if installed("torchao") else "not installed (requirements-fp8.txt)",
+        "deterministic": None if device.type != "cpu" else "needs a GPU: a CPU's kernels repeat their numbers",
         "CUDA graphs": None if device.type == "cuda" else "needs a GPU",
     }
     if not has_float8(device):
@@ -225,8 +226,12 @@ def _turn(rank: Process, steps: int) -> dict[str, Any]:
         gpu.reset_peak_memory_stats(rank.device)
     losses = torch.stack(rank.kept["losses"]).tolist()
     return {
-        "seconds": seconds, "wait": by_phase["data"] * steps, "peak_memory_bytes": peak, "matmul_flops_per_sec": matmul, "losses": losses,
-    }  # fmt: skip
+        "seconds": seconds,
+        "wait": by_phase["data"] * steps,
+        "peak_memory_bytes": peak,
+        "matmul_flops_per_sec": matmul,
+        "losses": losses,
+    }
 
 
 def _end(rank: Process) -> None:
