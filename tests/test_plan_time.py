@@ -40,7 +40,9 @@ def matmul(seconds, phase="backward"):
 def attention(seconds, phase, config):
     size = config.embed_dim // config.num_heads
     assert size == 128  # as it is, no padding
-    return Operation(phase, "attention", round(seconds * A100.fp16 * A100.attention_efficiency), 0, torch.float16), 1
+    return Operation(
+        phase, "attention", round(seconds * A100.fp16 * A100.attention_share("flash", size)), 0, torch.float16
+    ), 1
 
 
 # ------------------------------------------------------------------------------------------------------- the hardware
@@ -50,7 +52,8 @@ def attention(seconds, phase, config):
 def test_gpus_of_the_file_are_plausible(name):
     gpu = load_gpu(name)
     assert gpu.fp32 <= gpu.tf32 <= gpu.bf16 and gpu.nic < gpu.link < gpu.bandwidth
-    assert gpu.attention_efficiency <= gpu.matmul_efficiency and gpu.hop_inside < gpu.hop_across
+    shares = [share for kernel in gpu.attention.values() for share in kernel.values()]
+    assert max(shares) <= gpu.matmul_efficiency and gpu.hop_inside < gpu.hop_across
     assert gpu.workspace_mib / 1024 < gpu.overhead_gib < gpu.memory_gib / 20
 
 
@@ -70,7 +73,7 @@ def test_an_unknown_gpu_is_answered_with_the_nearest_and_the_list(name, nearest)
         ("nic: fast", "mine: nic: 'fast' should be a valid number"),
         ("launch: 0", "mine: launch: 0 should be greater than 0"),
         ("matmul_efficiency: 1.2", "mine: matmul_efficiency: 1.2 should be less than or equal to 1"),
-        ("]", "line 24: expected <block end>"),
+        ("]", "line 25: expected <block end>"),
     ],
 )
 def test_an_entry_that_does_not_fit_is_refused_by_name(change, message, tmp_path):
