@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from distributed.data_parallel import SHARDED
 from distributed.weight_shards import global_view, take_parts
+from training.attention_kernel import attention_notes
 from training.checkpoint import CheckpointFolder, State, collect_state, restore_state
 from training.foreign_weights import is_foreign, load_foreign_weights, match_weights
 from training.loggers import KINDS, Loggers, MetricsFile, TensorBoard, check_tracker
@@ -363,7 +364,8 @@ class Run:
         log.info("Resuming at iteration %d of %d on %s", self.iteration, self.config.num_iters, self._where())
 
     def _log_notes(self) -> None:
-        for note in (*self.step.task.notes, *self.step.parallel.notes):
+        kernels = attention_notes(self.config, self.device, self.step.task.facts.usage)
+        for note in (*self.step.task.notes, *self.step.parallel.notes, *kernels):
             log.info(note)
         if self.config.amp_mode == "fp16" and comm.get_size("dp_image") > 1:
             log.info(
