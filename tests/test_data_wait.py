@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.support.pretend_gpu import COPY, DEVICE, HOST, PretendGpu
 from tools.benchmarks import ladder
 from tools.instruments import clock
 from tools.instruments.pool import Process
@@ -20,79 +21,11 @@ from training.profiling import span
 from training.tasks import build_task
 from training.telemetry import Telemetry
 from training.timing import PhaseTimes
-from utils import data_loader
-from utils.data_loader import Slot
+from utils import batch_slots, data_loader
+from utils.batch_slots import Slot
 
-HOST, DEVICE, COPY = 0.002, 0.050, 0.004  # seconds: of a step on the host and on the device; of a batch's copy
 STEPS, LOG_EVERY = 40, 10
 GPU = torch.device("cuda")
-
-
-class Stream:
-    """Work that a device does in its order."""
-
-    def __init__(self, clock):
-        self.clock, self.ends = clock, 0.0
-
-    def work(self, seconds):
-        """Queue some."""
-        self.ends = max(self.ends, self.clock.now) + seconds
-
-    def wait_stream(self, other):
-        self.ends = max(self.ends, other.ends)
-
-    def record_event(self):
-        return Event(self.clock).record(self)
-
-
-class Event:
-    """A moment of a stream."""
-
-    def __init__(self, clock):
-        self.clock, self.at = clock, 0.0
-
-    def record(self, stream=None):
-        self.at = max((stream or self.clock.main).ends, self.clock.now)
-        return self
-
-    def synchronize(self):
-        self.clock.now = max(self.clock.now, self.at)
-
-    def elapsed_time(self, end):
-        return 1e3 * (end.at - self.at)
-
-
-class PretendGpu:
-    """A library of a device, as torch.cuda is one, and the time of host and device."""
-
-    def __init__(self):
-        self.now = 0.0
-        self.main, self.side = Stream(self), Stream(self)
-
-    def Stream(self, device):
-        return self.side
-
-    def Event(self, enable_timing):
-        return Event(self)
-
-    def current_stream(self, device):
-        return self.main
-
-    def stream(self, side):
-        side.work(COPY)
-        return torch.no_grad()  # a context
-
-    def synchronize(self, device):
-        self.now = max(self.now, self.main.ends, self.side.ends)
-
-    def perf_counter(self):
-        return self.now
-
-    def step(self, *_):
-        """A training step, queued: its loss."""
-        self.now += HOST
-        self.main.work(DEVICE)
-        return torch.tensor(0.0)
 
 
 @pytest.fixture
@@ -105,7 +38,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(module, "synchronize", gpu.synchronize)
     monkeypatch.setattr(timing.time, "perf_counter", gpu.perf_counter)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    monkeypatch.setattr(data_loader, "Slot", lambda shape, pinned: Slot(shape, pinned=False))
+    monkeypatch.setattr(batch_slots, "Slot", lambda numbers, pinned: Slot(numbers, pinned=False))
     return gpu
 
 
@@ -150,7 +83,6 @@ def loaded(config, gpu, read) -> Iterator[data_loader.Batch]:
 
     loader.dataset.read = slow_read
     yield from loader.train(0, 0, STEPS)
-    loader.close()
 
 
 def batches(config, gpu, read) -> Iterator[data_loader.Batch]:
