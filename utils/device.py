@@ -7,7 +7,7 @@ import re
 import resource
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils.errors import UsageError
+from utils.numa import stay_near
 
 DRIVERS = {"/proc/driver/nvidia/version": "NVIDIA", "/sys/module/amdgpu/version": "AMD"}
 # Blocks of pinned memory of this many MiB or more are not rounded up.
@@ -58,6 +59,7 @@ def select_device(name: str, local_rank: int = 0) -> torch.device:
         raise UsageError(f"device '{name}': this machine has {count} of them, numbered from 0")
     pin_exact_sizes(device)
     torch.accelerator.set_device_index(device.index)
+    stay_near(device)
     return device
 
 
@@ -155,6 +157,22 @@ def on_capture_stream() -> Iterator[None]:
     with torch.cuda.stream(side):
         yield
     current.wait_stream(side)
+
+
+def on_this_device(function: Callable[[], None]) -> Callable[[], None]:
+    """The function for a thread that this one starts, on this one's device.
+
+    Without it a call of CUDA in a thread makes a context on device 0, hundreds of MB there for every rank of a node.
+    """
+    if not torch.accelerator.is_available():
+        return function
+    index = torch.accelerator.current_device_index()
+
+    def run() -> None:
+        torch.accelerator.set_device_index(index)
+        function()
+
+    return run
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
