@@ -47,7 +47,7 @@ def make_repeatable(config: Config) -> None:
     torch.use_deterministic_algorithms(_active)
     torch.backends.cuda.enable_cudnn_sdp(not _active)
     # New memory need not be filled: nothing here reads what it has not written, and it would cost a pass over it.
-    torch.utils.deterministic.fill_uninitialized_memory = not _active
+    torch.utils.deterministic.fill_uninitialized_memory = not _active  # type: ignore[attr-defined]  # a module with properties
 
 
 @contextmanager

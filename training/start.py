@@ -26,7 +26,7 @@ def start(script: str, argv: list[str] | None, description: str | None) -> tuple
     layout, task = config.layout(launch.world_size, launch.ranks_per_node), build_task(config)
     restart_under_nsys()
     prepare_environment(config)
-    if config.enable_cuda_graphs:  # the thread that handles NCCL's errors would disturb a capture
+    if config.enable_cuda_graphs:  # NCCL's thread for errors would disturb a capture; Run has the watchdog end hangs
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     device = comm.init(config.device, config.comm_timeout, config.cpu_offload)
     comm.build_mesh(device, layout)
