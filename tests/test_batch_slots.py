@@ -117,5 +117,6 @@ def test_the_setting_is_made_before_the_device_is_chosen(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: done.append(("set", index)))
+    monkeypatch.setattr(device, "stay_near", lambda chosen: done.append(("near", chosen)))
     chosen = device.select_device("auto", 1)
-    assert done == [("pinned", chosen), ("set", 1)]
+    assert done == [("pinned", chosen), ("set", 1), ("near", chosen)]

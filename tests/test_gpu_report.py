@@ -5,7 +5,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,18 +74,28 @@ def test_a_command_that_fails_hangs_or_leaves_processes_is_told_and_the_others_f
     assert not any(alive(re.search(r"child (\d+)", log)[1]) for log in logs)
 
 
-def test_what_is_not_reached_has_not_failed(report, capsys):
-    """All commands together have a time limit too."""
-    status, _, found = report("--seconds=2", passes="", hangs="import time; time.sleep(99)", late="")
-    outcomes = {name: line.split("|")[1].strip() for name, line in found.items()}
-    assert outcomes == {"passes": "passed", "hangs": "not finished", "late": "not reached"}
-    assert status == 0 and "in 2 s: hangs, late; --seconds gives more" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("hangs", "outcomes", "status"),
+    [
+        (2000, ("passed", "not finished", "not reached"), 0),  # the others took its time
+        (240, ("passed", "out of time", "not finished"), 1),
+    ],
+)
+def test_what_is_not_reached_has_not_failed(report, monkeypatch, capsys, hangs, outcomes, status):
+    """All commands together have a time limit too: of 300 seconds here, of which the first command takes 50 or 100."""
+    seconds = {"passes": 100 if hangs > 240 else 50, "hangs": hangs, "late": 2000}
+    now = [0.0]
 
+    def run_command(name, command, work, limit):
+        now[0] += min(limit, seconds[name])
+        return ("passed", "") if seconds[name] < limit else ("out of time", "")
 
-def test_a_command_that_hangs_has_failed_although_others_are_not_reached(report, monkeypatch):
-    monkeypatch.setattr(gpu_report, "LONGEST", 1)
-    status, _, found = report("--seconds=2", hangs="import time; time.sleep(99)", late="import time; time.sleep(99)")
-    assert status == 1 and "out of time" in found["hangs"]
+    clock = SimpleNamespace(monotonic=lambda: now[0], strftime=time.strftime)
+    monkeypatch.setattr(gpu_report, "time", clock)
+    monkeypatch.setattr(gpu_report, "run_command", run_command)
+    found_status, _, found = report("--seconds=300", passes="", hangs="", late="")
+    assert tuple(line.split("|")[1].strip() for line in found.values()) == outcomes
+    assert found_status == status and "; --seconds gives more" in capsys.readouterr().out
 
 
 def test_a_machine_is_looked_at_before_anything_is_measured():
