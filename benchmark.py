@@ -12,6 +12,7 @@ Every other option is a key of the config, as in train.py: --local_batch_size 4,
 
 import sys
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 from tools.benchmarks import ladder, layouts, loaders, scaling
@@ -29,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         raise UsageError("benchmark.py starts its ranks itself: start it with plain python, in one process")
     given = vars(options)  # named as the arguments of the function that runs the command
     run, write_png, png = given.pop("run"), given.pop("write_png"), given.pop("png", None)
-    path, memory_png = given.pop("json"), given.pop("memory_png", None)
+    memory_png = given.pop("memory_png", None)
+    path = given["json"] if given.pop("writes_json") else given.pop("json")
     figures = run(words, **given)
     if path:
         write_json(path, figures)
@@ -49,7 +51,8 @@ def build_parser() -> ArgumentParser:
         """Add a command that measures; returns what adds its own options."""
         added = commands.add_parser(name, help=text, allow_abbrev=False)
         write_png = getattr(module, "write_picture", None)
-        added.set_defaults(run=module.run, write_png=write_png)
+        takes_file = "json" in signature(module.run).parameters  # it writes figures as they come
+        added.set_defaults(run=module.run, write_png=write_png, writes_json=takes_file)
         if rounds:
             added.add_argument("--rounds", type=MANY, default=3, help="turns of each case; medians count (%(default)s)")
         added.add_argument("--json", metavar="FILE", help="write the figures as JSON")

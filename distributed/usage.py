@@ -9,18 +9,20 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.flop_counter import FlopCounterMode
 
+SDPA = F.scaled_dot_product_attention
 SEED = 0
 PLAIN = (Tensor, int, float, complex, str, type(None))  # of what a module may return as a unit of fully_shard
 SETTINGS = (int, float, str, type(None))  # attributes of a module by which it may choose
@@ -31,6 +33,14 @@ READS = {  # operations and methods that make Python values of a tensor, by whic
     Tensor.numpy,
     Tensor.__array__,
 }
+
+
+class AttentionCall(NamedTuple):
+    """A form of scaled_dot_product_attention that a model calls. head: its size. keys: how many."""
+
+    head: int
+    keys: int
+    masked: bool
 
 
 @dataclass
@@ -46,6 +56,7 @@ class Usage:
     unfit: {module: why it cannot be a unit of fully_shard}.
     varies: why another pass may use other parameters, "" where nothing says so.
     flops: of the pass, in matrix products and convolutions.
+    attention: forms of scaled_dot_product_attention in it.
     """
 
     calls: dict[str, int] = field(default_factory=dict)
@@ -55,6 +66,7 @@ class Usage:
     unfit: dict[str, str] = field(default_factory=dict)
     varies: str = ""
     flops: int = 0
+    attention: set[AttentionCall] = field(default_factory=set)
 
     def add(self, other: "Usage") -> None:
         """Take in what another pass has called; what is reached remains what this one has."""
@@ -112,6 +124,10 @@ class _Watch:
             finally:
                 self.checkpoints -= 1
 
+        def attended(*args: Any, **kwargs: Any) -> Any:
+            self.attends(*args, **kwargs)
+            return SDPA(*args, **kwargs)
+
         with ExitStack() as stack:
             for module in self.names:
                 # First in line, as the hooks of fully_shard are.
@@ -120,6 +136,8 @@ class _Watch:
                 stack.callback(before.remove)
                 stack.callback(after.remove)
             stack.enter_context(patch.object(CheckpointFunction, "forward", staticmethod(counted)))
+            # Inside a function that ShardTensor has a rule for, no mode is told.
+            stack.enter_context(patch.object(F, SDPA.__name__, attended))
             # Nothing goes back, so nothing is kept.
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))
             stack.enter_context(torch.enable_grad())
@@ -168,6 +186,10 @@ class _Watch:
             if self.checkpoints:  # its graph is made in the backward pass
                 self.usage.reached.add(name)
 
+    def attends(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *_: Any, **__: Any) -> None:
+        """scaled_dot_product_attention is called with these arguments."""
+        self.usage.attention.add(AttentionCall(query.shape[-1], key.shape[-2], attn_mask is not None))
+
     def called(self, function: Any) -> None:
         """An operation or a method of tensors is called."""
         if function in READS:
@@ -188,7 +210,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Tells a look of methods that read memory without an operation."""
+    """Tells a look of attention, and of methods that read memory without an operation."""
 
     def __init__(self, look: _Watch):
         super().__init__()
@@ -196,6 +218,8 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         self.look.called(func)
+        if func == SDPA:
+            self.look.attends(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

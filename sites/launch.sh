@@ -108,6 +108,8 @@ else
 fi
 cpus=${SLURM_CPUS_PER_TASK:-$((SLURM_CPUS_ON_NODE / per_node))}
 layout+=("--cpus-per-task=$((cpus > 0 ? cpus : 1))")
+# Slurm's default deals tasks out to the sockets in turn, far from their GPUs: in blocks each has the CPUs of its own.
+layout+=("--distribution=${SLURM_DISTRIBUTION:-block:block}")
 unset SLURM_CPUS_PER_GPU # excludes --cpus-per-task
 if [[ ${SLURM_GPUS_PER_TASK:-} == 0 ]]; then unset SLURM_GPUS_PER_TASK; fi # srun refuses a 0 that sbatch accepts
 # A task that sees its own GPU alone cannot copy to its neighbours' directly: on one node it sees all of the job's, and

@@ -99,6 +99,23 @@ def test_a_step_of_the_ladder_that_fails_is_told(tiny_options, tmp_path, monkeyp
     assert told == [("1 of 6", "0 workers"), ("2 of 6", "broken"), ("3 of 6", "bf16"), *kept]
 
 
+def test_a_ladder_that_is_ended_leaves_the_steps_it_has_measured(tiny_options, tmp_path, monkeypatch, capsys):
+    all_turns = ladder.in_turns
+
+    def ended(*args):
+        turns = all_turns(*args)
+        yield next(turns)
+        yield next(turns)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ladder, "in_turns", ended)
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.main(["ladder", "--steps=1", f"--json={tmp_path}/l.json", *tiny_options(expdir=None, num_iters=50)])
+    told = re.findall(r"^\| (\S+ \S+) +\|", capsys.readouterr().err, re.M)
+    written = json.loads((tmp_path / "l.json").read_text())["steps"]
+    assert told == [step["step"] for step in written] == ["0 workers", "2 workers"]
+
+
 def test_every_step_adds_to_the_one_before_but_dali(tiny_config):
     names = [name for name, _, _ in ladder.ladder(tiny_config(), 3)]
     assert names[:3] == ["0 workers", "3 workers", "DALI"] and names[-1] == "CUDA graphs"

@@ -19,7 +19,8 @@ from training import checkpoint, profiling, random_streams
 from training.profiling import build_profiler
 from training.tasks import build_task
 from utils import comm, device, launch
-from utils.data_loader import BatchLoader, Slot
+from utils.batch_slots import Slot
+from utils.data_loader import BatchLoader
 from utils.errors import UsageError
 from utils.launch import Launch, interface_towards
 
@@ -203,7 +204,7 @@ def test_a_batch_is_copied_in_a_stream_of_its_own_and_computation_waits_for_it(t
     monkeypatch.setattr(loader, "_split", lambda frames: frames)
     monkeypatch.setattr(torch, "addcmul", lambda bias, frames, scale: log.append("normalise") or frames)
     slot = SimpleNamespace(tensor=Told(log, "frames"), copied=None)
-    loader._to_device(slot)
+    loader.to_device(slot)
     assert log == [
         "in side", "frames.to", "side.record_event", "normalise", "out of side", "main.wait_stream",
         "frames.record_stream",
@@ -301,6 +302,6 @@ def test_pinned_copies_of_a_checkpoint_are_freed_on_the_device_of_the_rank(monke
 
 @pytest.mark.gpu
 def test_a_slot_is_pinned_for_the_gpu():
-    slot = Slot((3, 5), pinned=True)
+    slot = Slot(15, pinned=True)
     slot.tensor[:] = 2
     assert slot.tensor.is_pinned() and slot.tensor.to("cuda", non_blocking=True).sum().item() == 30

@@ -5,7 +5,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,7 +41,7 @@ time.sleep(99)
 def report(tmp_path, monkeypatch):
     """Call with programs by name: exit status, the report, and the outcome of each."""
 
-    def run(**programs):
+    def run(*words, **programs):
         todo = {}
         for name, program in programs.items():
             (tmp_path / f"{name}.py").write_text(program)
@@ -47,7 +49,7 @@ def report(tmp_path, monkeypatch):
         monkeypatch.setattr(gpu_report, "commands", lambda *_: todo)
         monkeypatch.setattr(gpu_report.signal, "signal", lambda *_: None)
         monkeypatch.chdir(tmp_path)
-        status = gpu_report.main(["--device=cpu", f"--out={tmp_path}/out"])
+        status = gpu_report.main(["--device=cpu", f"--out={tmp_path}/out", *words])
         (written,) = (tmp_path / "out").glob("*.md")
         text = written.read_text()
         return status, text, {name: "".join(re.findall(rf"\| {name} +\|(.*)", text)) for name in programs}
@@ -72,10 +74,32 @@ def test_a_command_that_fails_hangs_or_leaves_processes_is_told_and_the_others_f
     assert not any(alive(re.search(r"child (\d+)", log)[1]) for log in logs)
 
 
-def test_all_commands_together_have_a_time_limit_too(report, monkeypatch):
-    monkeypatch.setattr(gpu_report, "SECONDS", 2)
-    status, _, found = report(hangs="import time; time.sleep(99)", late="")
-    assert status == 1 and "out of time" in found["hangs"] and not re.search("[a-z]", found["late"])
+@pytest.mark.parametrize(
+    ("hangs", "outcomes", "status"),
+    [
+        (2000, ("passed", "not finished", "not reached"), 0),  # the others took its time
+        (240, ("passed", "out of time", "not finished"), 1),
+    ],
+)
+def test_what_is_not_reached_has_not_failed(report, monkeypatch, capsys, hangs, outcomes, status):
+    """All commands together have a time limit too: of 300 seconds here, of which the first command takes 50 or 100."""
+    seconds = {"passes": 100 if hangs > 240 else 50, "hangs": hangs, "late": 2000}
+    now = [0.0]
+
+    def run_command(name, command, work, limit):
+        now[0] += min(limit, seconds[name])
+        return ("passed", "") if seconds[name] < limit else ("out of time", "")
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], strftime=time.strftime)
+    monkeypatch.setattr(gpu_report, "time", clock)
+    monkeypatch.setattr(gpu_report, "run_command", run_command)
+    found_status, _, found = report("--seconds=300", passes="", hangs="", late="")
+    assert tuple(line.split("|")[1].strip() for line in found.values()) == outcomes
+    assert found_status == status and "; --seconds gives more" in capsys.readouterr().out
+
+
+def test_a_machine_is_looked_at_before_anything_is_measured():
+    assert next(iter(gpu_report.commands("cuda", 8))) == "preflight"
 
 
 @pytest.mark.parametrize(("status", "outcome"), [(75, ("passed", "")), (0, ("failed, status 0", "Saved checkpoint"))])
@@ -174,7 +198,7 @@ def test_who_stops_the_report_ends_its_command(tmp_path, monkeypatch):
     env = os.environ | {"PYTHONPATH": str(Path.cwd())}
     monkeypatch.chdir(tmp_path)
     process = popen([sys.executable, "-m", "tools.gpu_report", "--device=cpu", f"--out={tmp_path}/out"], env)
-    wait_until(lambda: list(tmp_path.glob("logs/gpu_report/*/data-era5.log")))
+    wait_until(lambda: list(tmp_path.glob("logs/gpu_report/*/preflight.log")))
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 130
     assert not [file for file in Path("/proc").glob("[0-9]*/cwd") if str(tmp_path / "logs") in _target(file)]
@@ -198,12 +222,11 @@ TAUGHT = {  # trainings whose words the tests above check, and which other tests
 def test_the_commands_run_without_a_gpu_at_tiny_sizes(tmp_path, monkeypatch):
     programs.use_forks(tmp_path / "bin", monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # preflight would take the GPUs of this machine
-    monkeypatch.setattr(gpu_report, "SECONDS", 1700)
     monkeypatch.setattr(gpu_report.signal, "signal", lambda *_: None)
     todo = {name: command for name, command in gpu_report.commands("cpu", 2).items() if name not in TAUGHT}
     monkeypatch.setattr(gpu_report, "commands", lambda *_: todo)
     monkeypatch.chdir(tmp_path)
-    assert gpu_report.main(["--device=cpu", "--gpu=h100", f"--out={tmp_path}"]) == 0
+    assert gpu_report.main(["--device=cpu", "--gpu=h100", f"--out={tmp_path}", "--seconds=1700"]) == 0
     (written,) = tmp_path.glob("*.md")
     *_, step, planned, calls, _, _ = re.search(r"\| quick/ddp +\| 2 x h100 \|(.*)", written.read_text())[1].split("|")
     assert planned.strip() == calls.strip() == "1" and float(step) > 0

@@ -306,6 +306,13 @@ def test_ranks_on_juwels_meet_over_infiniband():
     assert run(["bash", "-c", site]).stdout == f"{name}i 0,1,2,3\n"
 
 
+def test_tasks_are_dealt_out_in_blocks_so_that_each_is_near_its_gpu(launch, tmp_path):
+    """In Slurm's default order neighbours sit on different sockets."""
+    write_program(tmp_path / "srun", '#!/bin/bash\nprintf "%s\\n" "$@"')
+    assert "--distribution=block:block" in launch().stdout.splitlines()
+    assert "--distribution=cyclic:cyclic" in launch(SLURM_DISTRIBUTION="cyclic:cyclic").stdout.splitlines()
+
+
 def test_a_site_file_may_be_anywhere(launch, tmp_path):
     (tmp_path / "mine.sh").write_text("PYTHON=my-python\n")
     assert "my-python" in launch(SITE=str(tmp_path / "mine.sh")).stdout

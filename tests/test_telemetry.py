@@ -239,7 +239,12 @@ def test_a_missing_package_is_one_line(run, monkeypatch, name):
     ("name", "amp_mode", "peak"),
     [
         ("NVIDIA A100-SXM4-40GB", "bf16", 312e12), ("NVIDIA H100 80GB HBM3", "none", 67e12),
-        ("NVIDIA H100 PCIe", "bf16", None), ("NVIDIA GH200 480GB", "bf16", None), ("AMD Instinct MI250X", "fp8", None),
+        ("NVIDIA H100 PCIe", "bf16", None), ("NVIDIA H200 NVL", "bf16", None), ("AMD Instinct MI250X", "fp8", None),
+        ("NVIDIA A100-SXM-64GB", "bf16", 358e12), ("NVIDIA GH200 480GB", "bf16", 989.5e12),
+        ("NVIDIA GB200", "bf16", 2.5e15), ("AMD Instinct MI300X", "bf16", 1.3074e15),
+        ("AMD Instinct MI300A", "fp8", 1.9612e15), ("NVIDIA A100-PCIE-40GB", "bf16", 312e12),
+        ("NVIDIA A100 80GB PCIe", "bf16", 312e12), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "bf16", None),
     ],
 )  # fmt: skip
 def test_a_peak_is_that_of_the_device_or_not_known(monkeypatch, tiny_config, name, amp_mode, peak):

@@ -1,12 +1,13 @@
 """A report of all that needs a GPU: training, forecast, tests, benchmarks, and plans beside what was measured.
 
     make gpu                                              on this machine's GPUs, in 10 minutes at most
+    make gpu ARGS="--seconds 1800"                        on a node whose files are read for the first time
     python -m tools.gpu_report --device cpu --gpu h100    a rehearsal at tiny sizes, without a GPU
     python -m tools.gpu_report --plan h100 a100-80gb      the plans of its training runs alone
 
 The commands of config/gpu_report.yaml run one after another, each within a limit; whatever becomes of one, the others
-follow. The report, a Markdown file named after the GPUs, is written anew after each. Exit status: 0 all commands
-passed, 1 some did not, 2 wrong options or no GPU.
+follow. The report, a Markdown file named after the GPUs, is written anew after each. Exit status: 0 no command failed
+(some may not have been reached), 1 some did, 2 wrong options or no GPU.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,15 +33,17 @@ from tools.tables import GIB, format_tables, machine
 from training.loggers import FILE_NAME, read_metrics
 from utils.config import ROOT, read_mappings
 from utils.device import driver, select_device
-from utils.errors import FAILED_STATUS, STOPPED_STATUS, ArgumentParser, first_line, run_main
+from utils.errors import FAILED_STATUS, STOPPED_STATUS, ArgumentParser, first_line, run_main, whole
 from utils.files import read_json, whole_file
 
 COMMANDS = "config/gpu_report.yaml"
 SECONDS, LONGEST = 600, 240  # of all commands, of one
+PASSED, OUT_OF_TIME = "passed", "out of time"  # its own
+NOT_REACHED, NOT_FINISHED = "not reached", "not finished"  # since the time of all commands was over
 GRACE_SECONDS = 40  # for a command to end that was asked to; torchrun kills its ranks after 30
 POLL_SECONDS = 0.1
 STOPPED, SAVED = "quick/stopped", "Saved checkpoint"  # a training that is ended when it says so
-PRINTED = "ladder", "preflight", "loaders"  # commands whose output is part of the report
+PRINTED = "preflight", "ladder", "loaders"  # commands whose output is part of the report
 
 
 def commands(device: str, count: int) -> dict[str, str]:
@@ -100,10 +103,10 @@ def run_command(name: str, command: str, work: Path, seconds: float) -> tuple[st
         process.wait()
     lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
     if running:
-        return "out of time", lines[-1]
+        return OUT_OF_TIME, lines[-1]
     if process.returncode != (STOPPED_STATUS if name == STOPPED else 0):
         return f"failed, status {process.returncode}", lines[-1]
-    return "passed", ""
+    return PASSED, ""
 
 
 def run_figures(folder: Path) -> dict[str, Any]:
@@ -122,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     option("--out", type=Path, default="docs/results", metavar="FOLDER", help="of the report (%(default)s)")
     option("--gpu", metavar="NAME", help="GPU of config/hardware.yaml to plan for (that of the device's name)")
     option("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a rehearsal (%(default)s)")
+    option("--seconds", type=whole(1, 10**6), default=SECONDS, help="of all commands together (%(default)s)")
     option("--plan", nargs="+", metavar="NAME", help="only print the plans for these GPUs")
     options = parser.parse_args(argv)
     if options.plan:
@@ -132,45 +136,73 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     device = select_device(options.device)
     count = 2 if device.type == "cpu" else torch.accelerator.device_count()
-    about = machine(device) | {
-        "devices": count, "driver": " ".join(driver() or ["unknown"]), "date": time.strftime("%Y-%m-%d"),
-    }  # fmt: skip
-    work = Path("logs/gpu_report", time.strftime("%Y%m%d-%H%M%S")).absolute()  # for runs and output
-    path = options.out / (re.sub(r"\W+", "-", f"{about['name']} x{count}".lower()) + ".md")
-    gpu_name = options.gpu or gpu_called(about["name"])
-    work.mkdir(parents=True)  # a new one: data in it are deleted at the end
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what stops the report ends its command first
-    todo, end = commands(device.type, count), time.monotonic() + SECONDS
+    gpu_name = options.gpu or gpu_called(machine(device)["name"])
     gpu = load_gpu(gpu_name) if gpu_name else None
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what stops the report ends its command first
+    todo = commands(device.type, count)
     rows = [planned(name, command, gpu) if gpu else {"command": name} for name, command in todo.items()]
+    report = Report(device, count, options.out, rows)
+    print(report.write(), flush=True)  # before anything is measured
+    try:
+        run_commands(todo, report, options.seconds)
+    finally:
+        shutil.rmtree(report.work / "data", ignore_errors=True)
+    print(f"{report.write()}\n{report.path}; output of the commands: {report.work}")
+    unreached = [row["command"] for row in rows if row["status"] in (NOT_REACHED, NOT_FINISHED)]
+    if unreached:
+        print(f"not reached or not finished in {options.seconds} s: {', '.join(unreached)}; --seconds gives more")
+    failed = any(row["status"] not in (PASSED, NOT_REACHED, NOT_FINISHED) for row in rows)
+    return FAILED_STATUS if failed else 0
 
-    def report() -> str:
-        """Write the report with what is known so far, whole or not at all; returns its text."""
-        printed = []
+
+class Report:
+    """The file of a report. rows: of its table, which change as the commands run. count: of devices."""
+
+    def __init__(self, device: torch.device, count: int, folder: Path, rows: list[dict[str, Any]]):
+        about = machine(device)
+        self.name = about["name"]
+        self.path = folder / (re.sub(r"\W+", "-", f"{self.name} x{count}".lower()) + ".md")
+        self.about = about | {
+            "devices": count,
+            "driver": " ".join(driver() or ["unknown"]),
+            "date": time.strftime("%Y-%m-%d"),
+        }
+        self.work = Path("logs/gpu_report", time.strftime("%Y%m%d-%H%M%S")).absolute()  # for runs and output
+        self.work.mkdir(parents=True)  # a new one: data in it are deleted at the end
+        self.rows = rows
+        for row in rows:
+            row["status"] = NOT_REACHED
+
+    def write(self) -> str:
+        """Write what is known so far, whole or not at all; returns its text."""
+        facts = ", ".join(f"{what} {value}" for what, value in self.about.items())
+        parts = [f"# {self.name}", f"Made by `make gpu`: {facts}.", format_tables("gpu_report", self.rows)]
         for name in PRINTED:
-            if (log := work / f"{name}.log").exists():
-                printed.append(f"## {name}\n\n```text\n{log.read_text(errors='replace').strip()}\n```")
-        made = f"Made by `make gpu`: {', '.join(f'{what} {value}' for what, value in about.items())}."
-        text = "\n\n".join([f"# {about['name']}", made, format_tables("gpu_report", rows), *printed]) + "\n"
-        with whole_file(path) as file:
+            log = self.work / f"{name}.log"
+            if log.exists():
+                output = log.read_text(errors="replace").strip()
+                parts.append(f"## {name}\n\n```text\n{output}\n```")
+        text = "\n\n".join(parts) + "\n"
+        with whole_file(self.path) as file:
             file.write_text(text)
         return text
 
-    print(report(), flush=True)  # before anything is measured
-    try:
-        for row, (name, command) in zip(rows, todo.items(), strict=True):
-            began = time.monotonic()
-            if began > end:
-                break
-            row["status"], row["said"] = run_command(name, command, work, min(LONGEST, end - began))
-            row["seconds"] = round(time.monotonic() - began, 1)
-            row |= run_figures(work / "logs" / name)
-            report()
-            print(f"{row['status']:<12} {row['seconds']:6.1f} s  {name}  {row['said']}", flush=True)
-    finally:
-        shutil.rmtree(work / "data", ignore_errors=True)
-    print(f"{report()}\n{path}; output of the commands: {work}")
-    return 0 if all(row.get("status") == "passed" for row in rows) else FAILED_STATUS
+
+def run_commands(todo: Mapping[str, str], report: Report, seconds: float) -> None:
+    """Run commands one after another, so many seconds altogether; each one's row is in the report when it ends."""
+    end = time.monotonic() + seconds
+    for row, (name, command) in zip(report.rows, todo.items(), strict=True):
+        began = time.monotonic()
+        left = end - began
+        if left <= 0:
+            return
+        status, said = run_command(name, command, report.work, min(LONGEST, left))
+        if status == OUT_OF_TIME and left < LONGEST:
+            status = NOT_FINISHED  # others have taken its time
+        row |= {"status": status, "said": said, "seconds": round(time.monotonic() - began, 1)}
+        row |= run_figures(report.work / "logs" / name)
+        report.write()
+        print(f"{status:<12} {row['seconds']:6.1f} s  {name}  {said}", flush=True)
 
 
 if __name__ == "__main__":

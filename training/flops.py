@@ -10,7 +10,10 @@ from utils.device import device_name
 from utils.schema import Config
 
 PASSES = 3  # forward, and twice as much backward
-OTHER_PEAKS = {"pcie", "nvl"}  # forms of a GPU that are slower than the one in config/hardware.yaml
+# Forms of a GPU with other peaks than the one in config/hardware.yaml: cards of Hopper, and a slice of any GPU. A card
+# of the A100 has the same peaks.
+CARDS, SLICE = {"pcie", "nvl"}, "mig"
+SAME_AS_CARD = "a100"
 
 
 def training_flops(config: Config) -> float:
@@ -29,9 +32,10 @@ def precision(config: Config) -> str:
 
 
 def is_gpu(name: str, device_name: str) -> bool:
-    """Tell whether a device that reports this name is the GPU called `name` in config/hardware.yaml."""
+    """Tell whether a device that reports this name is the GPU called `name` in config/hardware.yaml, and all of it."""
     words = set(re.split(r"\W+", device_name.lower()))
-    return words >= set(name.split("-")) and not words & OTHER_PEAKS
+    is_slower_card = SAME_AS_CARD not in words and bool(words & CARDS)
+    return words >= set(name.split("-")) and not is_slower_card and SLICE not in words
 
 
 def peak_flops_per_sec(device: torch.device, config: Config) -> float | None:

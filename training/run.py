@@ -17,7 +17,9 @@ from tqdm import tqdm
 
 from distributed.data_parallel import SHARDED
 from distributed.weight_shards import global_view, take_parts
+from training.attention_kernel import attention_notes
 from training.checkpoint import CheckpointFolder, State, collect_state, restore_state
+from training.cuda_graphs import DDP_WARMUP_STEPS
 from training.foreign_weights import is_foreign, load_foreign_weights, match_weights
 from training.loggers import KINDS, Loggers, MetricsFile, TensorBoard, check_tracker
 from training.model_state import check_unchanged, collect_extra, collect_weights, described, later_names
@@ -148,6 +150,7 @@ class Run:
             if self.profiler:
                 self.profiler.step()
             self.current_step.enter_context(span("step"))
+            self.current_step.enter_context(self.watchdog.within(self._step_seconds()))
             try:
                 with span("data"):
                     x, y = next(batches)
@@ -214,13 +217,23 @@ class Run:
             self._save(val_loss)
         self.clock.start()
 
+    def _step_seconds(self) -> float | None:
+        """Seconds that a step may take where NCCL ends no wait: with CUDA graphs over ranks (training/start.py).
+
+        The first steps of a process may take longer: they compile, and are captured.
+        """
+        is_settled = self.iteration > self.began + DDP_WARMUP_STEPS
+        is_without_timeout = self.config.enable_cuda_graphs and comm.world_size() > 1
+        return self.config.comm_timeout if is_without_timeout and is_settled else None
+
     def _epochs(self, iterations: int) -> int:
         """Passes over the training samples completed in so many iterations."""
         return iterations * self.config.global_batch_size // self.train_loader.num_samples
 
     def _read_losses(self) -> None:
         """Read what the last iterations left on the device, check the losses, and log them."""
-        losses, reading, stop = self.telemetry.read(self.iteration, self.stop_request.made)
+        with self.watchdog.within(self._step_seconds()):  # here the host waits for the device
+            losses, reading, stop = self.telemetry.read(self.iteration, self.stop_request.made)
         self.stopping = self.stopping or stop
         done = {"iterations": len(losses), "since_start": self.clock.iterations, "ranks": comm.world_size()}
         self.loggers.log(reading | done, self.iteration)
@@ -363,8 +376,15 @@ class Run:
         log.info("Resuming at iteration %d of %d on %s", self.iteration, self.config.num_iters, self._where())
 
     def _log_notes(self) -> None:
-        for note in (*self.step.task.notes, *self.step.parallel.notes):
+        kernels = attention_notes(self.config, self.device, self.step.task.facts.usage)
+        for note in (*self.step.task.notes, *self.step.parallel.notes, *kernels):
             log.info(note)
+        reads_each_step = self.config.data_parallel == "zero1" and self.config.amp_mode == "fp16"
+        if reads_each_step and self.device.type != "cpu":
+            log.info(
+                "data_parallel zero1 with amp_mode fp16: the host waits for the device once a step, to see whether it "
+                "overflowed, since the optimizer of zero1 does not skip by itself; bf16 needs no such look"
+            )
         if self.config.amp_mode == "fp16" and comm.get_size("dp_image") > 1:
             log.info(
                 "amp_mode fp16: each rank sums its part of a gradient, so a step may overflow, and be skipped, that "

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from distributed.parallel_model import transform_forward
 from training.cuda_graphs import check_capture
+from training.determinism import make_repeatable
 from training.float8 import use_float8
 from training.recomputation import checkpointed
 from utils import comm
@@ -30,12 +31,13 @@ EXPENSIVE = [  # what selective checkpointing keeps rather than computes again
 
 
 def apply_speed_options(config: Config, device: torch.device, model: nn.Module) -> None:
-    """TF32, memory format, 8-bit products, activation checkpointing and compilation, as the config says.
+    """TF32, kernels, memory format, 8-bit products, activation checkpointing and compilation, as the config says.
 
     Raises UsageError for an option that this device, or a model without `blocks`, does not have.
     """
     if config.enable_cuda_graphs:
         check_capture(config, device, model)
+    make_repeatable(config)
     if device.type != "cpu":
         torch.set_float32_matmul_precision("high" if config.enable_tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = config.enable_tf32

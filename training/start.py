@@ -4,6 +4,7 @@ import os
 
 import torch
 
+from training.determinism import prepare_environment
 from training.profiling import restart_under_nsys
 from training.tasks import Task, build_task
 from utils import comm
@@ -24,7 +25,8 @@ def start(script: str, argv: list[str] | None, description: str | None) -> tuple
     config = load_config(argv, description, launch.world_size, own.yaml_config, own.splits)
     layout, task = config.layout(launch.world_size, launch.ranks_per_node), build_task(config)
     restart_under_nsys()
-    if config.enable_cuda_graphs:  # the thread that handles NCCL's errors would disturb a capture
+    prepare_environment(config)
+    if config.enable_cuda_graphs:  # NCCL's thread for errors would disturb a capture; Run has the watchdog end hangs
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     device = comm.init(config.device, config.comm_timeout, config.cpu_offload)
     comm.build_mesh(device, layout)

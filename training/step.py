@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from distributed.parallel_model import ParallelModel, transform_forward
 from training.averaged_weights import AveragedWeights
 from training.cuda_graphs import CapturedStep
+from training.determinism import unrepeatable_as_usage_error
 from training.loss_scaler import OwnScaler, SharedScaler
 from training.optimizer import learning_rate, set_learning_rate
 from training.profiling import span
@@ -17,7 +18,7 @@ from training.random_streams import RandomStreams
 from training.recomputation import copied_buffers, with_buffers
 from training.tasks import Task
 from utils import comm
-from utils.device import to_device
+from utils.device import on_capture_stream, to_device
 from utils.host_random import drawn_again
 from utils.schema import Config
 
@@ -34,8 +35,8 @@ class TrainingStep:
     """Forward, loss, backward, reduction, update: step(iteration, x, y) gives the loss, a scalar on the device.
 
     task: gives prediction and loss (training/tasks). Nothing in here waits for the device, so the host runs ahead of it
-    (with fp16 only if the optimizer is fused: it then skips a step that overflowed by itself). Made last of all that
-    draws random numbers: it seeds dropout.
+    (with fp16 only if the optimizer is fused, and not zero1: it then skips a step that overflowed by itself). Made last
+    of all that draws random numbers: it seeds dropout.
     """
 
     def __init__(self, config: Config, device: torch.device, parallel: ParallelModel, optimizer: Optimizer, task: Task):
@@ -60,7 +61,7 @@ class TrainingStep:
     def __call__(self, iteration: int, x: Tensor, y: Tensor) -> Tensor:
         """One step, of an iteration from 0, on this rank's part of the batch; returns the loss."""
         set_learning_rate(self.optimizer, learning_rate(self.config, iteration))
-        with self.streams.host:
+        with self.streams.host, unrepeatable_as_usage_error():
             if self.config.enable_cuda_graphs:
                 captured = self.captured.setdefault(y.shape, CapturedStep(self.parallel.replicated))
                 loss = captured(self.eager, x, y)
@@ -134,12 +135,16 @@ class TrainingStep:
         Without it that step would add up the gradients of several ranks in another order than an uninterrupted run.
         """
         if self.parallel.replicated and not self.parallel.pipeline:
+            # DDP remembers the stream of its first backward pass; the warm-up and the capture are on that of graphs.
+            graphs = self.config.enable_cuda_graphs
             first_x, first_y = (batch.chunk(self.config.gradient_accumulation)[0] for batch in (x, y))
             devices = [self.device] if self.device.type != "cpu" else []
             for _ in range(2):  # it looks at the order in one pass, and rearranges them for the next
                 with (
+                    on_capture_stream() if graphs else nullcontext(),
                     torch.random.fork_rng(devices, device_type=self.device.type),
                     drawn_again(self.streams.host.states()),
+                    unrepeatable_as_usage_error(),
                     with_buffers(copied_buffers(self.parallel.model)),
                     self.autocast(),
                 ):

@@ -46,12 +46,12 @@ class Clock:
         return (self.samples - samples) / (self.seconds - seconds) if self.samples else None
 
     def data_wait_fraction(self) -> float | None:
-        """Share of the training time in which the step waited for its batch."""
+        """Share of the training time in which the device, or the CPU that trains, waited for its batch."""
         return self.data_wait / self.seconds if self.seconds else None
 
 
-# data: waiting for the batch. pipeline: forward and backward of all stages. reduce: of gradients, what the backward
-# pass leaves of it. optimizer: clipping and update.
+# data: the device waits for the batch. pipeline: forward and backward of all stages. reduce: of gradients, what the
+# backward pass leaves of it. optimizer: clipping and update.
 PHASES = ("data", "forward", "backward", "pipeline", "reduce", "optimizer")
 MOST_STEPS = 10  # of an interval that are measured on an accelerator
 
@@ -59,16 +59,18 @@ MOST_STEPS = 10  # of an interval that are measured on an accelerator
 class PhaseTimes:
     """Seconds of the spans of PHASES, while `listening`; the host's clock measures them, on an accelerator its events.
 
-    An event is recorded as work is queued, and read when the host has waited for the device anyway. `data` is always
-    the host's time. events: False where the device's work is not queued by the code in the spans (CUDA graphs); then
-    `data` is all.
+    An event is recorded as work is queued, and read when the host has waited for the device anyway. The events of
+    `data` stand behind the last kernel of the step before and behind the wait for the batch's copy: between them the
+    device has nothing to do. The host's time would tell something else, since in here it also waits for the device.
+    events: False where the device's work is not queued by the code in the spans (CUDA graphs); then `data` is all.
     """
 
     current: "PhaseTimes | None" = None  # the one that listens in this process
 
     def __init__(self, device: torch.device, events: bool = True):
         self.on_host = device.type == "cpu"
-        self.library = library(device, "Event") if events else None
+        self.library = library(device, "Event")
+        self.spans_queue_work = events
         self.seconds: dict[str, float] = defaultdict(float)
         self.queued: list[tuple[str, Any, Any]] = []  # (phase, event at its start, event at its end)
         self.steps = 0  # whose phases are queued
@@ -86,11 +88,13 @@ class PhaseTimes:
         """A mark of this moment, for `stop`; None where it is not measured."""
         if name not in PHASES:
             return None
-        if self.on_host or name == "data":
+        if self.on_host:
             return time.perf_counter()
-        if self.library is None or self.steps >= MOST_STEPS:
-            return None
-        return self._event()
+        is_data = name == "data"
+        if self.library is None:  # the best that such a device lets one see
+            return time.perf_counter() if is_data else None
+        is_measured = self.spans_queue_work and self.steps < MOST_STEPS
+        return self._event() if is_data or is_measured else None
 
     def stop(self, name: str, mark: Any) -> None:
         """Count the time since a mark."""
@@ -112,7 +116,8 @@ class PhaseTimes:
         """
         means = {name: seconds / iterations for name, seconds in self.seconds.items()}
         for name, start, end in self.queued:
-            means[name] = means.get(name, 0) + start.elapsed_time(end) / 1e3 / max(1, self.steps)
+            measured_steps = iterations if name == "data" else max(1, self.steps)  # every batch is measured
+            means[name] = means.get(name, 0) + start.elapsed_time(end) / 1e3 / measured_steps
         self.seconds.clear()
         self.queued.clear()
         self.steps = 0

@@ -5,13 +5,17 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from utils import comm
+from utils.device import on_this_device
 from utils.errors import FAILED_STATUS
 from utils.rank_failure import exit_at_once, record_in, write_record
 
 log = logging.getLogger(__name__)
+WHOLE, COMM = "watchdog_timeout", "comm_timeout"  # options that set a limit
 
 
 class Watchdog:
@@ -19,18 +23,21 @@ class Watchdog:
 
     When nine tenths of it are over, the stacks of all threads go to stacks-rank<N>.txt in `folder`, and the last
     collectives to collectives-rank<N>.json: every rank has a watchdog, and all have written before the first of them
-    ends, or NCCL ends it after its own time-out.
+    ends, or NCCL ends it after its own time-out. Where NCCL has none, with CUDA graphs over several ranks, what runs in
+    `with watchdog.within(comm_timeout):` may take no longer than that.
     """
 
     def __init__(self, timeout: float, folder: Path):
         self.timeout, self.folder = timeout, folder
+        self.limit: float = timeout  # of what runs now
+        self.option = WHOLE
         self.warning = 0.9 * min(timeout, comm.patience())
         self.ended = threading.Event()
         record_in(folder)
 
     def __enter__(self) -> "Watchdog":
         self.beat()
-        threading.Thread(target=self._watch, daemon=True).start()
+        threading.Thread(target=on_this_device(self._watch), daemon=True).start()
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -39,6 +46,19 @@ class Watchdog:
     def beat(self) -> None:
         """Note that a step has finished."""
         self.last = time.monotonic()
+
+    @contextmanager
+    def within(self, seconds: float | None) -> Iterator[None]:
+        """Inside, a step may take so many seconds, if that is less than the timeout; None: no other limit."""
+        if seconds is None or seconds >= self.timeout:
+            yield
+            return
+        self.beat()
+        self.limit, self.option = seconds, COMM
+        try:
+            yield
+        finally:
+            self.limit, self.option = self.timeout, WHOLE
 
     def _watch(self) -> None:
         noted, stacks = 0.0, self.folder / f"stacks-rank{comm.rank()}.txt"
@@ -50,9 +70,9 @@ class Watchdog:
                 with open(stacks, "w") as file:
                     faulthandler.dump_traceback(file, all_threads=True)
                 log.info("No step finished within %.0f s; for the reason: python -m tools.hang %s", stuck, self.folder)
-            if stuck > self.timeout:
+            if stuck > self.limit:
                 print(
-                    f"error: rank {comm.rank()}: no step finished within {self.timeout} s (watchdog_timeout); "
+                    f"error: rank {comm.rank()}: no step finished within {self.limit} s ({self.option}); "
                     f"the stacks of all threads are in {stacks}",
                     file=sys.stderr,
                     flush=True,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from utils.device import backend_for, physical_name, select_device
+from utils.device import backend_for, on_this_device, physical_name, select_device
 from utils.errors import (
     ArgumentParser,
     ConnectionLostError,
@@ -164,7 +164,7 @@ def shutdown(timeout: float = 10) -> None:
         if _listener:
             _listener.stop(timeout)
         _meshes.clear()
-        leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        leaving = threading.Thread(target=on_this_device(dist.destroy_process_group), daemon=True)
         leaving.start()
         leaving.join(timeout)
 

@@ -8,7 +8,7 @@ buffer itself is normalised, and is the batch.
 import math
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils import comm
+from utils.batch_slots import Slot, SlotRing
 from utils.data_protocol import ChannelStatistics, Dataset, ForcingChannels
 from utils.device import library
 from utils.errors import ConnectionLostError
@@ -88,6 +89,9 @@ class BatchLoader:
     def close(self) -> None:
         """Close the files and end what reads from them."""
         self.dataset.close()
+
+    def share_memory_with(self, other: "BatchLoader") -> None:
+        """Use the buffers of another loader, one at a time, where both have buffers of the same kind."""
 
     def order(self, seed: int | None = None) -> Order:
         """Samples that this rank reads in each iteration of training, or of validation if there is no seed."""
@@ -180,19 +184,6 @@ def reads_samples() -> bool:
     return comm.get_rank("tp_pp") == 0
 
 
-class Slot:
-    """A reused batch buffer, float32, pinned where the batches go to a GPU. shape: of the largest batch."""
-
-    def __init__(self, shape: Sequence[int], pinned: bool):
-        self.tensor = torch.empty(
-            shape, dtype=torch.float32, pin_memory=pinned
-        )  # the batch that it holds, (B, n + k, C, h, w)
-        self.memory = self.tensor.view(-1)
-        self.samples: np.ndarray = np.empty(0)  # numbers of those that it holds
-        self.reads: list[Future[None]] = []
-        self.copied: torch.Event | None = None  # the copy to the device is done, the buffer may be filled again
-
-
 class DataLoader(BatchLoader):
     """The native loader. Its workers are threads; without workers it reads when a batch is requested."""
 
@@ -203,37 +194,39 @@ class DataLoader(BatchLoader):
         self.gpu = library(self.device, "Stream")
         self.side_stream = self.gpu.Stream(self.device) if self.gpu else None
         self.pool = ThreadPoolExecutor(self.num_workers) if self.num_workers else None
+        self.ring = SlotRing(pinned=self.gpu is not None)
+        self._join_ring()
+
+    def share_memory_with(self, other: BatchLoader) -> None:
+        """Read into the buffers of another loader of this kind, and let it read into its own when this one does not."""
+        if isinstance(other, DataLoader):
+            self.ring.leave()
+            self.ring = other.ring
+            self._join_ring()
+
+    def _join_ring(self) -> None:
         shape = (self.batch_size, *self.dataset.shape)
-        self.slots = [Slot(shape, self.gpu is not None) for _ in range(3 if self.num_workers else 1)]
+        self.ring.join(shape, 3 if self.num_workers else 1)
 
     def close(self) -> None:
-        """Close the files and end the reading threads."""
+        """Close the files, end the reading threads, and give the buffers back."""
         if self.pool:
             self.pool.shutdown(cancel_futures=True)
+        self.ring.leave()
         super().close()
 
     def _batches(self, order: Order, iterations: range) -> Iterator[Batch]:
-        asked = iter(iterations)
-        free, reading = deque(self.slots), deque[Slot]()
+        reading = ReadingAhead(self, order, iterations)
         try:
-            while True:
-                while free and (iteration := next(asked, None)) is not None:
-                    reading.append(self._start_reading(free.popleft(), order, iteration))
-                if not reading:
-                    return
-                slot = reading[0]
-                for read in slot.reads:
-                    read.result()
-                reading.popleft()
-                frames = self._to_device(slot)
-                free.append(slot)
+            while (slot := reading.next()) is not None:
+                frames = self.to_device(slot)
                 yield self._split(frames, slot.samples)
         finally:
-            for slot in reading:  # left early, or one failed: no thread may still write into a buffer
-                for read in slot.reads:
-                    read.cancel() or read.exception()
+            reading.stop()  # left early, or one failed: no thread may still write into a buffer
+            self.ring.release(reading)
 
-    def _start_reading(self, slot: Slot, order: Order, iteration: int) -> Slot:
+    def start_reading(self, slot: Slot, order: Order, iteration: int) -> None:
+        """Begin to fill a slot with the samples of an iteration; without workers it is full afterwards."""
         if slot.copied is not None:
             slot.copied.synchronize()
         slot.samples, slot.reads = order.samples(iteration), []
@@ -244,9 +237,8 @@ class DataLoader(BatchLoader):
                 slot.reads.append(self.pool.submit(self.dataset.read, index, out))
             else:
                 self.dataset.read(index, out)
-        return slot
 
-    def _to_device(self, slot: Slot) -> Tensor:
+    def to_device(self, slot: Slot) -> Tensor:
         """The samples of a slot, normalised: (value - mean) / std."""
         if self.side_stream is None:
             frames = slot.tensor.to(self.device)
@@ -259,3 +251,39 @@ class DataLoader(BatchLoader):
         main.wait_stream(self.side_stream)
         frames.record_stream(main)
         return frames
+
+
+class ReadingAhead:
+    """One pass over iterations, which reads ahead as far as there are slots."""
+
+    def __init__(self, loader: DataLoader, order: Order, iterations: range):
+        self.loader, self.order, self.iterations = loader, order, iterations
+        self.started = 0  # iterations whose reading has begun
+        self.free, self.reading = deque[Slot](), deque[Slot]()
+
+    def next(self) -> Slot | None:
+        """The slot with the next batch, which stays as it is until the next call; None after the last one."""
+        if self.loader.ring.claim(self):
+            self.free = deque(self.loader.ring.slots)
+        while self.free and self.started < len(self.iterations):
+            slot = self.free.popleft()
+            self.loader.start_reading(slot, self.order, self.iterations[self.started])
+            self.reading.append(slot)
+            self.started += 1
+        if not self.reading:
+            return None
+        slot = self.reading[0]
+        for read in slot.reads:
+            read.result()
+        self.reading.popleft()
+        self.free.append(slot)
+        return slot
+
+    def stop(self) -> None:
+        """Return when no thread writes into a slot; what was read ahead is read again when it is asked for."""
+        for slot in self.reading:
+            for read in slot.reads:
+                read.cancel() or read.exception()
+        self.started -= len(self.reading)
+        self.reading.clear()
+        self.free.clear()

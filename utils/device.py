@@ -7,7 +7,7 @@ import re
 import resource
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils.errors import UsageError
+from utils.numa import stay_near
 
 DRIVERS = {"/proc/driver/nvidia/version": "NVIDIA", "/sys/module/amdgpu/version": "AMD"}
+# Blocks of pinned memory of this many MiB or more are not rounded up.
+EXACT_PINNING = "pinned_max_round_threshold_mb:1"
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -54,7 +57,9 @@ def select_device(name: str, local_rank: int = 0) -> torch.device:
         device = torch.device(device.type, local_rank % count)
     if device.index >= count:
         raise UsageError(f"device '{name}': this machine has {count} of them, numbered from 0")
+    pin_exact_sizes(device)
     torch.accelerator.set_device_index(device.index)
+    stay_near(device)
     return device
 
 
@@ -154,6 +159,22 @@ def on_capture_stream() -> Iterator[None]:
     current.wait_stream(side)
 
 
+def on_this_device(function: Callable[[], None]) -> Callable[[], None]:
+    """The function for a thread that this one starts, on this one's device.
+
+    Without it a call of CUDA in a thread makes a context on device 0, hundreds of MB there for every rank of a node.
+    """
+    if not torch.accelerator.is_available():
+        return function
+    index = torch.accelerator.current_device_index()
+
+    def run() -> None:
+        torch.accelerator.set_device_index(index)
+        function()
+
+    return run
+
+
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """A small tensor on the device: copied there from the host without waiting for what the device still has to do."""
     from_host = x.device.type == "cpu" and library(device, "Stream")
@@ -164,6 +185,32 @@ def empty_cache(device: torch.device) -> None:
     """Give the memory that torch keeps for its next tensors back to the device, for other processes."""
     if device.type != "cpu":
         torch.accelerator.empty_cache()
+
+
+def empty_host_cache() -> None:
+    """Give the pinned memory that torch keeps for its next tensors back to the system."""
+    public = getattr(torch.accelerator, "empty_host_cache", None)  # of newer torch
+    private = getattr(torch._C, "_host_emptyCache", None)  # of builds for CUDA and ROCm
+    if empty := public or private:
+        empty()
+
+
+def pin_exact_sizes(device: torch.device) -> None:
+    """Let torch pin as much host memory as is asked for, not the next power of two, where it can do so.
+
+    Call it before anything is pinned. What PYTORCH_ALLOC_CONF says of it stays.
+    """
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    write = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if device.type != "cuda" or read is None or write is None:
+        return
+    before = read()
+    if EXACT_PINNING.partition(":")[0] in before:
+        return
+    try:
+        write(",".join(filter(None, [before, EXACT_PINNING])))
+    except (RuntimeError, ValueError):  # this torch does not know the setting
+        write(before)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -222,6 +222,11 @@ def _calls() -> list[dict[str, Any]]:
     for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's, and NCCL's in a build that has it
         if hasattr(c10d, dump):
             entries += json.loads(getattr(c10d, dump)()).get("entries", [])
+    # The newest torch keeps one list for both, and each call returns it.
+    once = {}
+    for entry in entries:
+        if not entry["is_p2p"]:
+            once[entry["process_group"][0], entry["collective_seq_id"], entry["time_created_ns"]] = entry
     return [
         {
             "group": entry["process_group"][0],
@@ -230,8 +235,7 @@ def _calls() -> list[dict[str, Any]]:
             "tensors": [f"{t}{tuple(n)}" for t, n in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)],
             "done": entry["retired"] or entry["state"] == "completed",
         }
-        for entry in sorted(entries, key=lambda entry: entry["time_created_ns"])
-        if not entry["is_p2p"]
+        for entry in sorted(once.values(), key=lambda entry: entry["time_created_ns"])
     ]
 
 

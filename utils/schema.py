@@ -169,6 +169,7 @@ class Config(BaseModel):
     enable_cuda_graphs: bool = key("the whole step as one CUDA graph", False, "training")
     enable_tf32: bool = key("TF32 in float32 matrix products and convolutions on a GPU", False)
     enable_channels_last: bool = key("channels-last memory format in convolutions", False)
+    deterministic: bool = key("the same numbers in every repetition on GPUs, by slower kernels", False, "training")
     activation_checkpointing: Literal["none", "full", "selective", "step"] = key(
         "recompute in the backward pass: whole blocks, all but matrix products and attention, or steps of a rollout",
         "none", "layout",

@@ -7,9 +7,11 @@ what its model needs, so that all of them fit one GPU.
 """
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,14 +27,17 @@ from tools.tables import GIB, format_tables, installed, machine
 from training.assembly import build_step
 from training.float8 import has_float8
 from training.flops import training_flops
+from training.profiling import span
 from training.step import AMP_DTYPES
 from training.tasks import build_task
+from training.timing import PHASES, PhaseTimes
 from utils.config import load_config, read_mappings
 from utils.device import empty_cache, library, peak_memory_bytes, select_device
 from utils.errors import UsageError, first_line
+from utils.files import write_json
 from utils.schema import Config
 
-TRIED = "DALI", "fp8"  # steps that are not kept: later ones go on from the step before
+TRIED = "DALI", "fp8", "deterministic"  # steps that are not kept: later ones go on from the step before
 STEPS = "config/ladder.yaml"
 LEAD_IN = 4  # untimed iterations of each turn: they use up the batches that were read ahead
 # The side of the smallest square product that is timed, and the seconds from which on a product is large enough.
@@ -49,6 +54,7 @@ def ladder(config: Config, workers: int) -> list[tuple[str, dict[str, Any], str 
         "DALI": None if installed("nvidia.dali") else "not installed (requirements-dali.txt)",
         "TF32": None if device.type != "cpu" else "needs a GPU",
         "fp8": None if installed("torchao") else "not installed (requirements-fp8.txt)",
+        "deterministic": None if device.type != "cpu" else "needs a GPU: a CPU's kernels repeat their numbers",
         "CUDA graphs": None if device.type == "cuda" else "needs a GPU",
     }
     if not has_float8(device):
@@ -57,51 +63,101 @@ def ladder(config: Config, workers: int) -> list[tuple[str, dict[str, Any], str 
     return [(name, extra, reasons.get(name)) for name, extra in (steps | read_mappings(STEPS, "steps")).items()]
 
 
-def run(words: list[str], workers: int, steps: int, rounds: int, read_delay_ms: float = 0.0) -> dict[str, Any]:
+@dataclass
+class Climb:
+    """What is known of the ladder. It is printed and written step by step: who measures may run out of time.
+
+    steps: timed in one turn.
+    path: of the figures as JSON, None for no file. turns: figures of every turn, by step. failed: {step: why}.
+    """
+
+    config: Config
+    steps: int
+    path: str | None
+    turns: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row of the table for each step that has been measured."""
+        rows: list[dict[str, Any]] = []
+        kept = None  # speed of the step that the next ones go on from
+        samples = self.steps * self.config.global_batch_size
+        flops_per_sample = training_flops(self.config)
+        for name, turns in self.turns.items():
+            speed = statistics.median(samples / turn["seconds"] for turn in turns)
+            seconds = sum(turn["seconds"] for turn in turns)
+            waited = sum(turn["wait"] for turn in turns)
+            flops = speed * flops_per_sample
+            peak = max(turn["matmul_flops_per_sec"] for turn in turns)
+            losses = turns[-1]["losses"]
+            rows.append({
+                "step": name, "samples_per_sec": speed, "of_previous": speed / kept if kept else None,
+                "of_first": speed / rows[0]["samples_per_sec"] if rows else 1.0, "data_wait": waited / seconds,
+                "tera": flops / 1e12, "mfu": flops / peak,
+                "gib": max(turn["peak_memory_bytes"] for turn in turns) / GIB, "losses": losses, "loss": losses[-1],
+            })  # fmt: skip
+            if name not in TRIED:
+                kept = speed
+        return rows
+
+    def figures(self) -> dict[str, Any]:
+        """All that is known, as JSON has it."""
+        device = select_device(self.config.device)
+        return {
+            "config": self.config.config,
+            "machine": machine(device),
+            "steps": self.rows(),
+            "failed": self.failed,
+        }
+
+    def tell(self, name: str) -> None:
+        """Print the row of a step on stderr, where its turns are told, and write all figures to the file."""
+        (row,) = [row for row in self.rows() if row["step"] == name]
+        header, rule, line = format_tables("ladder", [row]).splitlines()
+        if len(self.turns) == 1:
+            print(header, rule, sep="\n", file=sys.stderr)
+        print(line, file=sys.stderr, flush=True)
+        if self.path:
+            write_json(self.path, self.figures())
+
+
+def run(
+    words: list[str], workers: int, steps: int, rounds: int, read_delay_ms: float = 0.0, json: str | None = None
+) -> dict[str, Any]:
     """Measure the ladder and print its table; returns the figures, as JSON has them.
 
     workers: of the steps after the first. steps: timed in one turn. read_delay_ms: added to the reading of each sample;
-    only the steps that read without and with workers are measured then. A step that fails is left out, and named under
-    `failed`; later ones go on from the step before. Raises UsageError where the first one fails: the others rest on it.
+    only the steps that read without and with workers are measured then. json: file for the figures, which is written
+    anew after each step. A step that fails is left out, and named under `failed`; later ones go on from the step
+    before. Raises UsageError where the first one fails: the others rest on it.
     """
     config = load_config(words)
     climbed = ladder(config, workers)[: 2 if read_delay_ms else None]
     options: dict[str, Any] = {}
     teams: dict[str, Teams] = {}
-    turns: dict[str, list[dict[str, Any]]] = {}
-    failed: dict[str, str] = {}
+    known = Climb(config, steps, json)
     with ExitStack() as stack:
         able = {name: extra for name, extra, reason in climbed if not reason}
-        for number, name, extra in in_turns(able, rounds, failed):
+        for number, name, extra in in_turns(able, rounds, known.failed):
             try:
                 if number == 0:
                     own = config.model_copy(update={**options, **extra})
                     teams[name] = stack.enter_context(Teams(own, whole_machine=True))
                     teams[name].call(1, _start, own, read_delay_ms / 1000)
-                turns[name] = turns.get(name, []) + teams[name].call(1, _turn, steps)
+                before = known.turns.get(name, [])
+                known.turns[name] = before + teams[name].call(1, _turn, steps)
+                known.tell(name)
             except UsageError as error:
-                if not turns:
+                if not known.turns:
                     raise
-                failed[name] = first_line(error)
-                turns.pop(name, None)
-            if number == 0 and name not in (*TRIED, *failed):
+                known.failed[name] = first_line(error)
+                known.turns.pop(name, None)
+            if number == 0 and name not in (*TRIED, *known.failed):
                 options |= extra
-        for name in turns:
+        for name in known.turns:
             teams[name].call(1, _end)
 
-    rows: list[dict[str, Any]] = []
-    kept, samples, flops_per_sample = None, steps * config.global_batch_size, training_flops(config)
-    for name, own_turns in turns.items():
-        speed = statistics.median(samples / turn["seconds"] for turn in own_turns)
-        flops, losses = speed * flops_per_sample, own_turns[-1]["losses"]
-        rows.append({
-            "step": name, "samples_per_sec": speed, "of_previous": speed / kept if kept else None,
-            "of_first": speed / rows[0]["samples_per_sec"] if rows else 1.0,
-            "data_wait": sum(turn["wait"] for turn in own_turns) / sum(turn["seconds"] for turn in own_turns),
-            "tera": flops / 1e12, "mfu": flops / max(turn["matmul_flops_per_sec"] for turn in own_turns),
-            "gib": max(turn["peak_memory_bytes"] for turn in own_turns) / GIB, "losses": losses, "loss": losses[-1],
-        })  # fmt: skip
-        kept = kept if name in TRIED else speed
+    rows = known.rows()
     print(format_tables("ladder", rows))
     batch, count = config.global_batch_size, len(rows[0]["losses"])
     print(f"batch {batch}; loss after {count} iterations; MFU against the matrix products measured on this device")
@@ -110,10 +166,9 @@ def run(words: list[str], workers: int, steps: int, rounds: int, read_delay_ms: 
     for name, _, reason in climbed:
         if reason:
             print(f"{name}: skipped, {reason}")
-    for name, reason in failed.items():
+    for name, reason in known.failed.items():
         print(f"{name}: failed, {reason}")
-    device = select_device(config.device)
-    return {"config": config.config, "machine": machine(device), "steps": rows, "failed": failed}
+    return known.figures()
 
 
 def write_picture(path: str, figures: dict[str, Any]) -> None:
@@ -136,7 +191,8 @@ def _start(rank: Process, config: Config, delay: float = 0.0) -> None:
         loader.dataset.read = partial(_read_late, loader.dataset.read, delay)  # type: ignore[method-assign]
     step = build_step(config, rank.device, config.config)
     batches = loader.train(config.seed, 0, 10**9)
-    rank.kept = {"step": step, "loader": loader, "batches": batches, "losses": []}
+    times = PhaseTimes(rank.device, not config.enable_cuda_graphs)
+    rank.kept = {"step": step, "loader": loader, "batches": batches, "losses": [], "times": times}
     _train(rank, LEAD_IN + 1)
     empty_cache(rank.device)
 
@@ -146,21 +202,22 @@ def _read_late(read: Callable[..., None], delay: float, *args: Any) -> None:
     read(*args)
 
 
-def _train(rank: Process, steps: int) -> float:
-    """Make so many steps; returns the seconds waited for batches."""
-    kept, wait = rank.kept, 0.0
+def _train(rank: Process, steps: int) -> None:
+    """Make so many steps."""
+    kept = rank.kept
     for _ in range(steps):
-        asked = time.perf_counter()
-        x, y = next(kept["batches"])
-        wait += time.perf_counter() - asked
+        with span("data"):
+            x, y = next(kept["batches"])
         kept["losses"].append(kept["step"](len(kept["losses"]), x, y))
-    return wait
 
 
 def _turn(rank: Process, steps: int) -> dict[str, Any]:
     """One turn of so many timed steps: seconds, those of them waited for data, memory, and all losses so far."""
     _train(rank, LEAD_IN)
-    seconds, wait = timed(rank.device, _train, rank, steps)
+    times: PhaseTimes = rank.kept["times"]
+    with times.listening():
+        seconds, _ = timed(rank.device, _train, rank, steps)
+    by_phase = dict(zip(PHASES, times.read(steps), strict=True))
     peak = peak_memory_bytes(rank.device)  # without the products below
     dtype = AMP_DTYPES.get(rank.kept["step"].config.amp_mode, torch.float32)
     matmul = matmul_flops_per_sec(rank.device, dtype)
@@ -169,8 +226,12 @@ def _turn(rank: Process, steps: int) -> dict[str, Any]:
         gpu.reset_peak_memory_stats(rank.device)
     losses = torch.stack(rank.kept["losses"]).tolist()
     return {
-        "seconds": seconds, "wait": wait, "peak_memory_bytes": peak, "matmul_flops_per_sec": matmul, "losses": losses,
-    }  # fmt: skip
+        "seconds": seconds,
+        "wait": by_phase["data"] * steps,
+        "peak_memory_bytes": peak,
+        "matmul_flops_per_sec": matmul,
+        "losses": losses,
+    }
 
 
 def _end(rank: Process) -> None:

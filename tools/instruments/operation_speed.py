@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tools.instruments.clock import timed
+from tools.instruments.clock import device_seconds, timed
 from tools.instruments.tracker import ATTENTION, Tracker
 
 FOOTPRINT = {"cpu": 48 * 2**20}  # bytes that a step has touched when it comes to a tensor again; else 256 MiB
@@ -88,7 +88,7 @@ def seconds_of(operation: Callable[..., object], sets: list[Any], device: torch.
     batch(len(sets))  # makes what is made once
     once, _ = timed(device, batch, 2)
     calls = math.ceil(max(BATCH, seconds / BATCHES) / once * 2)
-    return statistics.median(timed(device, batch, calls)[0] / calls for _ in range(BATCHES))
+    return statistics.median(device_seconds(device, batch, calls) / calls for _ in range(BATCHES))
 
 
 def measure(device: torch.device, dtypes: tuple[torch.dtype, ...], seconds: float = 0.002) -> Measured:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tools.instruments.pool import OutOfMemory, Pool, Process, RankError, RanksFailed
+from training.determinism import prepare_environment
 from utils import comm
 from utils.layout import Layout
 from utils.schema import Config
@@ -103,6 +104,7 @@ def _join(process: Process, size: int, port: int, config: Config, whole_machine:
         RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
+    prepare_environment(config)
     process.device = comm.init(config.device, config.comm_timeout)
     if process.device.type == "cpu" and not whole_machine:
         torch.set_num_threads(1)

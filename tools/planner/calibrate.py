@@ -128,6 +128,8 @@ def entry(figures: Figures, traces: dict[str, Any], device: torch.device, ranks:
         for phase, whole in figures["phases"][busy].items():
             own = {op: calls for op, calls in traces["alone"][1].operations.items() if op.phase == phase}
             inside = sum(calls * speeds.seconds(op, "float32", 8) for op, calls in own.items())
+            if device.type != "cpu":  # the device computes meanwhile, and waits for the host: the model is tiny
+                inside = 0.0
             speeds.host[phase] = max(0.0, whole - inside) / max(1, sum(own.values()))
         compute[busy] = vars(speeds)
     for (where, size), kinds in figures["points"].items():
@@ -158,7 +160,16 @@ def memory_sizes(device: torch.device, ranks: int) -> dict[str, float]:
         used = total - free - gpu.memory_reserved()
     else:
         total, used = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks, peak_memory_bytes(device)
-    return {"memory_gib": total / 2**30, "overhead_gib": used / 2**30, "workspace_mib": 0.0}
+    workspace = workspace_mib(device)
+    return {"memory_gib": total / 2**30, "overhead_gib": used / 2**30, "workspace_mib": workspace}
+
+
+def workspace_mib(device: torch.device) -> float:
+    """MiB that cuBLAS takes: torch's CUBLAS_WORKSPACE_CONFIG is :4096:8 from Hopper on, else :4096:2:16:8."""
+    if device.type != "cuda":
+        return 0.0
+    is_new = torch.version.hip or torch.cuda.get_device_capability(device) >= (9, 0)
+    return 32.0 if is_new else 8.125
 
 
 def main(words: Sequence[str]) -> int:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
@@ -20,7 +20,9 @@ from utils.schema import Text, key
 HARDWARE = Path(__file__).parents[2] / "config" / "hardware.yaml"
 MEASURED = HARDWARE.with_name("measured")  # folder of the entries that `plan.py --calibrate` writes, NAME.json
 DEFAULTS = "defaults"  # keys that the entries of the file share
+AttentionKernel = Literal["cudnn", "flash"]
 Share = Annotated[float, Field(gt=0, le=1)]
+Shares = Annotated[dict[PositiveInt, Share], Field(min_length=1)]  # by the largest size of a head
 LIKE = {"matmul": "mm", "pointwise": "add", "copy": "clone"}  # the operator that stands for others of a kind
 
 
@@ -141,6 +143,7 @@ class Gpu(BaseModel):
     fp8: PositiveFloat | None = key("peak FLOP/s in 8-bit floating point; null where the GPU has none", None)
     bandwidth: PositiveFloat = key("bytes/s of its memory")
     launch: PositiveFloat = key("host time of one operation in eager mode")
+    kernel: PositiveFloat = key("seconds of the shortest kernel")
 
     gpus_per_node: PositiveInt = key("GPUs of a node")
     link: PositiveFloat = key("bytes/s from a GPU to the others of its node")
@@ -149,7 +152,10 @@ class Gpu(BaseModel):
     hop_across: PositiveFloat = key("latency from a rank of a collective to the next, between nodes")
 
     matmul_efficiency: Share = key("share of the peak that matrix products reach")
-    attention_efficiency: Share = key("share of the peak that fused attention reaches")
+    attention: dict[AttentionKernel, Shares] = key(
+        "share of the peak that fused attention reaches, by kernel and largest head; the first that can is taken",
+        min_length=1,
+    )
     memory_efficiency: Share = key("share of the bandwidth that other kernels reach")
     network_efficiency: Share = key("share of the bandwidth of links and NICs that collectives reach")
 
@@ -160,6 +166,12 @@ class Gpu(BaseModel):
     measured: Measured | None = key(
         "the machine as plan.py --calibrate measured it, in place of peaks and shares", None
     )
+
+    def attention_share(self, kernel: AttentionKernel, head: int) -> float:
+        """Share of the peak that attention reaches with a kernel, or with another where this GPU has no such kernel."""
+        shares = self.attention.get(kernel) or next(iter(self.attention.values()))
+        known = [size for size in sorted(shares) if size >= head]
+        return shares[known[0] if known else max(shares)]
 
     @property
     def device(self) -> str:
@@ -196,7 +208,8 @@ def gpu_of(name: str, entry: dict[str, Any]) -> Gpu:
 
     What a data sheet says is not asked for where there is a measurement.
     """
-    sheet = {name: 1.0 for name, field in Gpu.model_fields.items() if field.is_required()}
+    sheet: dict[str, Any] = {name: 1.0 for name, field in Gpu.model_fields.items() if field.is_required()}
+    sheet["attention"] = {"flash": {256: 1.0}}
     own = {"name": name, "gpus_per_node": entry["measured"]["ranks"]}
     return Gpu.model_validate(sheet | entry | own, strict=False)
 

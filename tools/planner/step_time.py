@@ -1,8 +1,8 @@
 """The time of a training step, from its operations and messages (tools.planner.trace) and a GPU's data sheet.
 
-Computation: the roofline (Williams et al. 2009, doi:10.1145/1498765.1498785), operation by operation. Communication: a
-collective takes its latency and its bytes over the bandwidth, the alpha-beta model (Hockney 1994). The pipeline's
-bubble: Narayanan et al. 2021 (arXiv:2104.04473).
+Computation: operation by operation (tools.planner.operation_time). Communication: a collective takes its latency and
+its bytes over the bandwidth, the alpha-beta model (Hockney 1994). The pipeline's bubble: Narayanan et al. 2021
+(arXiv:2104.04473).
 """
 
 import math
@@ -14,11 +14,11 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-import torch
 
 from distributed.data_parallel import SHARDED
 from tools.instruments.tracker import ATTENTION, PHASES
 from tools.planner.hardware import Gpu
+from tools.planner.operation_time import COMPILED_LAUNCHES, OperationTimes
 from tools.planner.trace import Trace
 from utils.errors import UsageError
 from utils.layout import Layout
@@ -26,10 +26,7 @@ from utils.schema import Config
 
 UNCALIBRATED, MEASURED = 0.35, 0.25  # half-widths of the band, see StepTime
 
-# torch.compile fuses chains of elementwise operations: about every second tensor stays in registers.
-COMPILED_TRAFFIC, COMPILED_LAUNCHES = 0.5, 0.5
-GRAPH_LAUNCHES = 0.1  # a CUDA graph is launched once; about 1 us remains between its kernels
-HEAD_SIZES = 32, 64, 96, 128, 192, 256  # of the kernels of FlashAttention-2; other sizes are padded
+GRAPH_GAP = 0.8e-6  # seconds between two kernels of a CUDA graph, which is launched once: estimate
 
 BOUNDS = {
     "matmul": "compute", ATTENTION: "compute", "memory": "memory bandwidth", "launch": "launches",
@@ -84,37 +81,14 @@ def rank_time(trace: Trace, config: Config, layout: Layout, gpu: Gpu) -> StepTim
     """StepTime of one traced rank."""
     measured, on_cpu, ranks = gpu.measured, gpu.device == "cpu", min(layout.world_size, gpu.gpus_per_node)
     late = measured.slowest if measured and layout.world_size > 1 else 1.0  # of the slowest rank
-    head, sharded = config.embed_dim // config.num_heads, config.data_parallel in SHARDED
-
-    def rate(kind, dtype):
-        """FLOP/s that an operation reaches."""
-        low = {torch.float16: gpu.fp16, torch.bfloat16: gpu.bf16}
-        if kind == ATTENTION:
-            # In float32 each product is three in TF32 (CUTLASS, OpMultiplyAddFastF32), whatever enable_tf32 says.
-            padded = next((n for n in HEAD_SIZES if n >= head), head)
-            return low.get(dtype, max(gpu.fp32, gpu.tf32 / 3)) * gpu.attention_efficiency * head / padded
-        if config.amp_mode == "fp8" and gpu.fp8:  # all: embedding and head, which stay in bf16, are a few percent
-            return gpu.fp8 * gpu.matmul_efficiency
-        return low.get(dtype, gpu.tf32 if config.enable_tf32 else gpu.fp32) * gpu.matmul_efficiency
-
-    def seconds_of(operation, speeds):
-        moved = operation.moved
-        if config.enable_jit and operation.kind == "pointwise" and operation.phase != "update":
-            moved *= COMPILED_TRAFFIC
-        if speeds:
-            dtype = str(operation.dtype).removeprefix("torch.")
-            if dtype == "float32" and operation.kind == "matmul" and config.enable_tf32:
-                dtype = "tf32"
-            return speeds.seconds(operation._replace(moved=moved), dtype, head)
-        traffic = moved / (gpu.bandwidth * gpu.memory_efficiency)
-        return max(traffic, operation.flops and operation.flops / rate(operation.kind, operation.dtype))
+    sharded, times = config.data_parallel in SHARDED, OperationTimes(config, layout, gpu)
 
     def computing(ranks):
         """{(phase, part): seconds} of operations, while so many ranks of a node compute."""
         seconds, speeds = Counter(), measured.speeds(ranks) if measured else None
         for operation, calls in trace.operations.items():
             part = operation.kind if operation.flops else "memory"
-            seconds[operation.phase, part] += calls * seconds_of(operation, speeds) * late
+            seconds[operation.phase, part] += calls * times.seconds(operation, speeds) * late
         return seconds
 
     def sums(table):
@@ -170,8 +144,7 @@ def rank_time(trace: Trace, config: Config, layout: Layout, gpu: Gpu) -> StepTim
             for phase, own in measured.around.get(name, {}).items():
                 host[phase] += calls * own * late
     else:
-        factor = GRAPH_LAUNCHES if config.enable_cuda_graphs else COMPILED_LAUNCHES if config.enable_jit else 1
-        each = dict.fromkeys(PHASES, factor * fmean(each.values()))
+        each = dict.fromkeys(PHASES, host_seconds(config, fmean(each.values())))
         for collective in collectives:
             host[collective["phase"]] += collective["count"] * each[collective["phase"]] * late
     for operation, calls in trace.operations.items():
@@ -201,7 +174,8 @@ def rank_time(trace: Trace, config: Config, layout: Layout, gpu: Gpu) -> StepTim
         every += 0 if overlap == "compute" else left
     if not on_cpu:
         for phase, seconds in sums(table).items():
-            table[phase, "launch"] = max(0.0, host[phase] - seconds)
+            is_replayed = config.enable_cuda_graphs  # the gaps between its kernels hide behind nothing
+            table[phase, "launch"] = host[phase] if is_replayed else max(0.0, host[phase] - seconds)
 
     # A stage idles while the pipeline fills and drains. Only some ranks of a node compute then: where they share
     # memory, each is faster.
@@ -224,6 +198,16 @@ def rank_time(trace: Trace, config: Config, layout: Layout, gpu: Gpu) -> StepTim
         sum(parts.values()), MEASURED if measured else UNCALIBRATED, parts, sums(table),
         max(bounds, key=lambda name: bounds[name]), collectives,
     )  # fmt: skip
+
+
+def host_seconds(config: Config, launch: float) -> float:
+    """Seconds of an operation beside its computing: launching it, or what a CUDA graph leaves of that.
+
+    launch: seconds of the host for an operation in eager mode.
+    """
+    if config.enable_cuda_graphs:
+        return GRAPH_GAP
+    return launch * (COMPILED_LAUNCHES if config.enable_jit else 1)
 
 
 def wrapped(trace: Trace, collectives: Sequence[Mapping[str, Any]], config: Config) -> Counter[str]:

@@ -87,7 +87,9 @@ class Trained(Task):
         statistics = statistics_of(config, train.description.names)
         shared = statistics, n_in, n_out, batch_size, device, config.num_data_workers, forcings
         steps = config.rollout_stages, config.input_frames, config.gradient_accumulation
-        return [Loader(dataset, *shared, *steps) for dataset in (train, valid)]
+        loader, valid_loader = (Loader(dataset, *shared, *steps) for dataset in (train, valid))
+        valid_loader.share_memory_with(loader)
+        return [loader, valid_loader]
 
     def check_data(self, loaders: Sequence[BatchLoader]) -> None:
         """Look at frames, at the statistics beside them, and for a year that is in two of the folders."""
