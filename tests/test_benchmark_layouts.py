@@ -24,6 +24,7 @@ from tools.instruments.pool import is_out_of_memory
 from tools.instruments.team import Teams
 from tools.instruments.tracker import Tracker, by_phase, phases_of
 from tools.planner.trace import HELD, STATES, trace_step
+from tools.tables import MIB
 from training.model import build_model
 
 COMMON = ["--num_heads=2", "--device=cpu"]
@@ -123,6 +124,21 @@ def test_memory_is_what_tensors_hold(domain):
     (case,) = domain_cases(DOMAIN, [], 68)
     weights = 4 * sum(p.numel() for p in build_model(case.config).parameters())
     assert 4 * weights < domain[ONE]["memory"]["peak"] < 5 * weights + 2 * domain[ONE]["memory"]["activations"]
+
+
+def test_memory_through_a_step_rises_and_falls_and_is_drawn(dp, tmp_path):
+    rows = [row for (size, _), row in dp.items() if size == "ranks 4"]
+    for row in rows:
+        parts = dict(layouts.stretches(row["curve"]))
+        assert list(parts) == ["forward", "backward", "update"]
+        assert 0 < parts["forward"][0] < max(parts["forward"])
+        assert parts["backward"][-1] < max(parts["backward"]) <= row["memory"]["peak"] / MIB * 1.001
+    held = {row["layout"]: layouts.stretches(row["curve"])[0][1][0] for row in rows}
+    assert held["fsdp"] < held["zero2"] and held["fsdp"] < held["hsdp"] < held["zero1"] < held["ddp"]
+    layouts.write_memory_picture(tmp_path / "memory.png", {"rows": rows})
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    with refusal("there is no training step to draw"):
+        layouts.write_memory_picture(tmp_path / "none.png", {"rows": [rows[0] | {"curve": []}]})
 
 
 def test_a_domain_keeps_less_than_one_device(domain):

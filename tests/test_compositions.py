@@ -22,6 +22,7 @@ SEVERAL = [
     ("dp=2 data_parallel=zero1 gradient_accumulation=2", "tensor_parallel=2"),
     ("domain_parallel=2 data_parallel=fsdp ema=0.5", "dp=4"),
     ("context_parallel=2 rollout_steps=2 activation_checkpointing=full", None),
+    ("dp=2 rollout_schedule=[1,2] forcings=latitude;day", None),
 ]
 FOUND = [
     ("a sum is left out", "tensor_parallel=2 ema=0.5", None, "losses"),

@@ -83,7 +83,8 @@ def choices(words):
     found = []
     for word in words.split():
         key, _, value = word.partition("=")
-        given = ["--freeze", value] if key == "freeze" else [f"--{word}"]
+        takes_several = key in ("freeze", "forcings", "rollout_schedule")
+        given = [f"--{key}", *value.split(";")] if takes_several else [f"--{word}"]
         options = {"dp": int(value)} if key == "dp" else parse_command_line(given, None, "config/ViT.yaml")
         found.append(Choice(word, {key: options[key]}))
     return tuple(found)

@@ -83,7 +83,9 @@ def run(
                 pairs = zip(row["seconds_of_rounds"], first["seconds_of_rounds"], strict=True)
                 row["speedup_of_rounds"] = [row["batch"] / own / (first["batch"] / other) for own, other in pairs]
                 row["speedup"] = statistics.median(row["speedup_of_rounds"])
-                row["reduction"] = first["memory"]["peak"] / row["memory"]["peak"]
+                first_memory: Any = first["memory"]
+                own_memory: Any = row["memory"]
+                row["reduction"] = first_memory["peak"] / own_memory["peak"]
         rows += of_group
     passes = [row | sent_in(row, phase) | {"pass": phase} for row in rows for phase in PHASES if row.get("seconds")]
     shown = [in_columns(row) for row in rows]

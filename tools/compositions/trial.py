@@ -25,6 +25,7 @@ from training.checkpoint import CheckpointFolder
 from training.step import TrainingStep
 from utils import comm
 from utils.errors import UsageError
+from utils.schema import count_forcings
 
 STEPS = 4
 HALF = STEPS // 2  # after which a composition that is resumed is stopped
@@ -158,7 +159,9 @@ def batches(step: TrainingStep, start: int, stop: int) -> Iterator[tuple[int, tu
         if i < start:
             continue
         steps = [steps for first, steps in config.rollout_stages if first <= i][-1]
-        if step.task.forecasts:  # a forecast of fewer steps has fewer targets
+        if step.task.forecasts:  # a forecast of fewer steps has fewer targets, and fewer forcings
+            fixed, timed = count_forcings(config.forcings)
+            x = x[:, : config.state_channels + fixed + steps * timed]
             y = y[:, : steps * config.n_out_channels]
         yield i, (own_part(x, step), own_part(y, step))
 
