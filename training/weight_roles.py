@@ -38,7 +38,7 @@ def weight_roles(model: nn.Module, split: Split, hidden: Sequence[str] = ()) -> 
     model: this rank's part. hidden: patterns of the names of hidden layers' matrices; the last one that matches a name
     decides, and those that begin with ! exclude it. A tied weight is one if all its names are.
     """
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))  # a module may stand under two names
     places: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:

@@ -129,6 +129,6 @@ def plan_layout(
         memory,
         peak + fetched_ahead + gpu.workspace_mib * 2**20,
         flops * layout.world_size,
-        step_time(traces, config, layout, gpu),
+        step_time(traces, config, layout, gpu, inference),
         inference=inference,
     )

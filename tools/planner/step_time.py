@@ -61,10 +61,10 @@ class StepTime:
     collectives: list[dict[str, Any]]
 
 
-def step_time(traces: Sequence[Trace], config: Config, layout: Layout, gpu: Gpu) -> StepTime:
+def step_time(traces: Sequence[Trace], config: Config, layout: Layout, gpu: Gpu, inference: bool = False) -> StepTime:
     """StepTime of the slowest traced rank.
 
-    traces: of trace_step. gpu: of load_gpu; node = rank // gpu.gpus_per_node.
+    traces: of trace_step. inference: of forward passes alone. gpu: of load_gpu; node = rank // gpu.gpus_per_node.
 
     Gradient reductions and, but on a CPU, gathers of sharded parameters overlap with the computation of their phase,
     except for one bucket. The exchanges of ring attention overlap with attention. The step waits for every other
@@ -74,10 +74,10 @@ def step_time(traces: Sequence[Trace], config: Config, layout: Layout, gpu: Gpu)
     """
     if config.amp_mode == "fp8" and gpu.fp8 is None:
         raise UsageError(f"amp_mode fp8: {gpu.name} has no 8-bit products (fp8 in its entry): use --amp_mode bf16")
-    return max((rank_time(trace, config, layout, gpu) for trace in traces), key=lambda step: step.seconds)
+    return max((rank_time(trace, config, layout, gpu, inference) for trace in traces), key=lambda step: step.seconds)
 
 
-def rank_time(trace: Trace, config: Config, layout: Layout, gpu: Gpu) -> StepTime:
+def rank_time(trace: Trace, config: Config, layout: Layout, gpu: Gpu, inference: bool = False) -> StepTime:
     """StepTime of one traced rank."""
     measured, on_cpu, ranks = gpu.measured, gpu.device == "cpu", min(layout.world_size, gpu.gpus_per_node)
     late = measured.slowest if measured and layout.world_size > 1 else 1.0  # of the slowest rank
@@ -150,9 +150,8 @@ def rank_time(trace: Trace, config: Config, layout: Layout, gpu: Gpu) -> StepTim
     for operation, calls in trace.operations.items():
         host[operation.phase] += calls * each[operation.phase] * late
 
-    # A forward pass alone has no other phases.
-    traced = {operation.phase for operation in trace.operations}
-    host = {phase: seconds * (phase in traced) for phase, seconds in host.items()}
+    if inference:  # what was measured around training steps has other phases too
+        host = {phase: seconds * (phase == "forward") for phase, seconds in host.items()}
 
     compute = computing(ranks)
     table = compute.copy()  # {(phase, part): seconds}
