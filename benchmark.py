@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     given = vars(options)  # named as the arguments of the function that runs the command
     run, write_png, png = given.pop("run"), given.pop("write_png"), given.pop("png", None)
     memory_png = given.pop("memory_png", None)
+    if memory_png and given["inference"]:
+        raise UsageError("--memory_png goes without --inference: it draws a training step")
     path = given["json"] if given.pop("writes_json") else given.pop("json")
     figures = run(words, **given)
     if path:

@@ -124,6 +124,11 @@ def test_what_cannot_be_planned_so_is_one_line(words, line):
         plan.main([*SHARD, *words])
 
 
+def test_a_picture_of_a_training_step_is_refused_before_anything_is_measured():
+    with refusal("--memory_png goes without --inference"):
+        benchmark.main(["layouts", "domain", "--inference", "--memory_png=memory.png"])
+
+
 def test_forward_passes_are_measured_in_layouts(tmp_path, capsys):
     file = tmp_path / "out.json"
     small = [

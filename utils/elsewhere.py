@@ -1,7 +1,6 @@
 """Options of programs that users come from, and what takes their place here. docs/coming_from.md is the page of it."""
 
 BATCH = "--global_batch_size (of all devices) or --local_batch_size (of one device)"
-GRAPHS = "--enable_cuda_graphs"
 
 OF_TUTORIALS = {  # NERSC's deep learning at scale
     "batch_size": BATCH,
@@ -50,7 +49,7 @@ OF_MEGATRON = {
     "hidden-size": "--embed_dim",
     "num-layers": "--depth",
     "num-attention-heads": "--num_heads",
-    "enable-cuda-graph": GRAPHS,
+    "enable-cuda-graph": "--enable_cuda_graphs",
 }
 
 OF_FSDP = {

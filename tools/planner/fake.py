@@ -70,8 +70,11 @@ def fake_rank(
         stack.enter_context(patch("torch.optim.adam._get_value", lambda value: 1.0))  # it reads the number of steps
         if device_type != "cpu":
             stack.enter_context(patch.object(attention, "kernel", partial(_gpu_kernel, attention.kernel)))
-        mode = CountingFakeMode(allow_non_fake_inputs=True)
-        draws_on_host = partial(getattr, mode, "draws") if device_type == "cpu" else int
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        draws_on_host: Any = int  # 0 at any time: the operations of a GPU draw on the GPU
+        if device_type == "cpu":
+            mode = CountingFakeMode(allow_non_fake_inputs=True)
+            draws_on_host = partial(getattr, mode, "draws")
         stack.enter_context(patch("distributed.agreed_layers.host_generators", draws_on_host))
         yield mode
 

@@ -21,8 +21,10 @@ class Axis(NamedTuple):
 
     def options(self, value: str) -> list[str]:
         """The words that set a value; a single number of img_size is the side of a square."""
-        numbers = [value, value] if self.key == "img_size" and "x" not in value else value.split("x")
-        return [f"--{self.key}", *numbers]
+        if self.key != "img_size":
+            return [f"--{self.key}={value}"]
+        sides = value.split("x")
+        return [f"--{self.key}", *(sides * 2 if len(sides) == 1 else sides)]
 
 
 class Cell(NamedTuple):
