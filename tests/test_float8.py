@@ -13,7 +13,9 @@ from tests.support.compilation import TRACED, compile_by
 from tests.support.layout_parity import CPU, build, train, train_serially
 from tests.support.refusals import refusal
 from tests.test_data_parallel import assert_nearly_same_training
+from tools.instruments.tracker import Operation
 from tools.planner.hardware import load_gpu
+from tools.planner.operation_time import OperationTimes
 from tools.planner.plan import plan_layout
 from tools.planner.textbook import textbook_traces
 from tools.planner.trace import trace_step
@@ -122,7 +124,10 @@ def test_the_planner_takes_the_rate_of_8_bits_where_the_gpu_has_one(tiny_config)
 
     bf16, fp8 = plan("bf16", "h100"), plan("fp8", "h100")
     assert fp8.peak == bf16.peak and fp8.flops == bf16.flops
-    assert fp8.time.parts["matmul"] == pytest.approx(bf16.time.parts["matmul"] / 2, rel=0.1)
+    product = Operation("forward", "matmul", 1e15, 1e9, torch.bfloat16)  # large: its casts are few beside it
+    sixteen, eight = (OperationTimes(each.config, each.layout, each.gpu) for each in (bf16, fp8))
+    assert eight.rate(product) == 2 * sixteen.rate(product)
+    assert eight.seconds(product, None) == pytest.approx(sixteen.seconds(product, None) / 2, rel=0.1)
     assert fp8.time.parts["attention"] == bf16.time.parts["attention"]
     small = {"embed_dim": 64, "depth": 1}
     traced = [trace_step(tiny_config(**small, amp_mode=mode), tiny_config().layout(1)) for mode in ("bf16", "fp8")]

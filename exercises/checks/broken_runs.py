@@ -124,6 +124,8 @@ def tables(of_ranks: Sequence[dict[Key, float]]) -> str:
     """A table of the largest error in each stage, and one of all that is compared in the first that differs."""
     compared: dict[str, dict[str, list[float]]] = {stage: {} for stage in STAGES}
     for stage, name in of_ranks[0]:
+        if stage not in compared:  # consulted for the cause of a difference alone
+            continue
         compared[stage][name or "the model"] = [errors[stage, name] for errors in of_ranks]
     largest = {
         stage: [max(errors) for errors in zip(*parts.values(), strict=True)]
