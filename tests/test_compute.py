@@ -1,11 +1,14 @@
 """Options that make the step faster or smaller compute the same thing."""
 
+import signal
+
 import pytest
 import torch
 
 from tests.support.refusals import refusal
 from training.assembly import build_step
 from training.speed_options import apply_speed_options
+from utils.signals import STOP_SIGNALS
 
 CPU = torch.device("cpu")
 
@@ -71,6 +74,25 @@ def test_the_whole_model_compiles_to_one_graph_and_alternating_with_validation_c
         model.train()
         assert graphs["unique_graphs"] == 2  # with and without gradients
         step(i, x, y)
+
+
+def test_what_compiles_is_not_ended_by_the_signal_that_stops_a_run(tiny_config):
+    """A scheduler signals every process of a job, and torch waits without end for a compiler that is gone."""
+    model, _ = build(tiny_config(enable_jit=True, depth=1))
+    x, _ = batch(tiny_config())
+    blocked = []
+
+    def note(_):
+        blocked.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))  # what processes that start now inherit
+
+    torch._dynamo.callback.callback_handler.register_start_callback(note)
+    try:
+        with torch.no_grad():
+            model(x)
+    finally:
+        torch._dynamo.callback.callback_handler.remove_start_callback(note)
+    assert blocked and all(set(STOP_SIGNALS) <= each for each in blocked)
+    assert not set(STOP_SIGNALS) & signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_forward_pass_that_branches_on_its_values_is_named_where_it_is_compiled(tiny_config):

@@ -8,20 +8,20 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-import nbformat
 import psutil
 import pytest
-from nbclient import NotebookClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from docs import notebooks
 from tests.support import programs
 from tests.support.launch import wait_until
 from tests.support.refusals import refusal
 from tools import tensorboard_server
 from tools.tensorboard_server import find_log_folder
 
+nbformat = pytest.importorskip("nbformat", reason="pip install -r requirements-dev.txt")
+NotebookClient = pytest.importorskip("nbclient", reason="pip install -r requirements-dev.txt").NotebookClient
+notebooks = pytest.importorskip("docs.notebooks")
 NOTEBOOK = Path("start_tensorboard.ipynb")
 
 

@@ -8,11 +8,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
-import fsspec
 import h5py
 import numpy as np
 import pytest
-import zarr
 
 from tests.support import era5_examples, programs
 from tests.support.launch import losses, summary
@@ -30,6 +28,8 @@ from weather.remote_store import RemoteOptions
 from weather.store_path import data_path
 from weather.year_reader import year_paths
 
+zarr = pytest.importorskip("zarr", reason="pip install -r requirements-era5.txt")
+fsspec = pytest.importorskip("fsspec", reason="pip install -r requirements-era5.txt")
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have a Zarr V3 specification")
 QUICKLY = RemoteOptions(retry_seconds=1)
 

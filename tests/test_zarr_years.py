@@ -6,11 +6,9 @@ import shutil
 from contextlib import closing
 
 import h5py
-import numcodecs
 import numpy as np
 import pytest
 import xarray
-import zarr
 
 from docs.examples import zarr_years
 from tests.support import programs
@@ -22,6 +20,8 @@ from training.tasks import build_task
 from weather import year_files
 from weather.dataset import FieldDataset
 
+zarr = pytest.importorskip("zarr", reason="pip install -r requirements-era5.txt")
+numcodecs = pytest.importorskip("numcodecs", reason="pip install -r requirements-era5.txt")
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have a Zarr V3 specification")
 STORED = {"plain 2": [], "plain 3": ["--zarr_format=3"], "compressed 3": ["--zarr_format=3", "--compressed"]}
 

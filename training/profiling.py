@@ -131,7 +131,9 @@ class TorchRecorder:
         activities = {torch.profiler.ProfilerActivity.CPU, *gpu}
         if self.device.type == "cuda" and comm.is_main():
             torch.cuda.memory._record_memory_history()
-        self.profile = torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True)
+        self.profile = torch.profiler.profile(
+            activities=activities, record_shapes=True, profile_memory=True, acc_events=True
+        )
         self.profile.start()
 
     def stop(self) -> None:

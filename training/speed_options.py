@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Callable, Iterable
-from functools import partial
+from contextlib import ExitStack
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from training.recomputation import checkpointed
 from utils import comm
 from utils.errors import UsageError, first_line
 from utils.schema import Config
+from utils.signals import stop_signals_held_back
 from utils.torch_private import VERSION
 
 EXPENSIVE = [  # what selective checkpointing keeps rather than computes again
@@ -71,6 +73,7 @@ def compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     # Each block is a graph of its own already: torch need not cut it at the buckets of DistributedDataParallel.
     torch._dynamo.config.optimize_ddp = False
+    hold_signals_back_in_compilations()
     run = torch.compile(forward, fullgraph=True)
 
     def call(*args, **kwargs):
@@ -81,6 +84,20 @@ def compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
             raise UsageError(", ".join(["enable_jit: " + first_line(error), *place])) from error
 
     return call
+
+
+@cache
+def hold_signals_back_in_compilations() -> None:
+    """From now on the processes that compile for this one never receive a stop signal.
+
+    A scheduler signals every process of a job. torch waits without end for a compiler that a signal has ended, and a
+    run that was asked to stop would never save.
+    """
+    from torch._dynamo.callback import callback_handler
+
+    held = ExitStack()
+    callback_handler.register_start_callback(lambda _: held.enter_context(stop_signals_held_back()))
+    callback_handler.register_end_callback(lambda _: held.close())
 
 
 def blocks_of(model: nn.Module, option: str) -> list[nn.Module]:

@@ -20,7 +20,7 @@ from utils.data_loader import Batch, BatchLoader
 from utils.data_protocol import ChannelStatistics
 from utils.errors import ConnectionLostError, UsageError
 from utils.sample_order import Order
-from utils.signals import STOP_SIGNALS
+from utils.signals import stop_signals_held_back
 
 try:
     from nvidia.dali import fn, pipeline_def, types
@@ -67,6 +67,8 @@ class BatchStream:
             batch_size=loader.batch_size, num_threads=workers, py_num_workers=workers, py_start_method="spawn",
         )  # fmt: skip
         others = set(multiprocessing.active_children())
+        with stop_signals_held_back():
+            resource_tracker.ensure_running()  # multiprocessing's helper process; starting it unblocks signals
         with stop_signals_held_back(), without_the_script():
             self.pipeline.build()
         self.workers = set(multiprocessing.active_children()) - others
@@ -132,21 +134,6 @@ def normalised_samples(source: SampleSource, statistics: ChannelStatistics, para
     if on_gpu:
         samples = samples.gpu()
     return fn.normalize(samples, mean=statistics.means[None], stddev=statistics.stds[None])
-
-
-@contextmanager
-def stop_signals_held_back() -> Iterator[None]:
-    """Block the stop signals: processes started inside never receive them, this one receives them afterwards.
-
-    A scheduler signals the whole process group, and the trainer still needs its data to finish the step and save.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    resource_tracker.ensure_running()  # multiprocessing's helper process; starting it unblocks signals
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

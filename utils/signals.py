@@ -1,6 +1,8 @@
 """Signals that ask a run to stop."""
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -30,3 +32,17 @@ class StopRequest:
     def _note(self, _number: int, _frame: FrameType | None) -> None:
         self.made = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def stop_signals_held_back() -> Iterator[None]:
+    """Block the stop signals: processes started inside never receive them, this one receives them afterwards.
+
+    A scheduler signals every process of a job. The trainer finishes its step and saves, and for that it still needs
+    the processes that read its data and compile its model.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
