@@ -10,7 +10,7 @@
 # make lint-docs   English of README and docs, by textlint (needs npm)
 # make figures   run every command whose output README and docs show, and show what they say now; ONLY=plan.py some
 # make preflight   check what a run rests on: software, devices, folders; RANKS=2 also connects that many ranks
-# make gpu    run all that needs a GPU, in 10 minutes, and report it in docs/results; ARGS="--out FOLDER", PY=python3
+# make gpu    run all that needs a GPU, in 15 minutes, and report it in docs/results; ARGS="--out FOLDER", PY=python3
 # make slurm  a Slurm cluster of 4 nodes on this machine; make slurm-shell: use it; make slurm-stop: end it
 # make exercise   list the exercises; N=3 checks yours, N=3 SOLUTION=1 its solution (exercises/README.md)
 # make faults ROUNDS=3   break running jobs in many ways and compare their losses

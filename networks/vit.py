@@ -57,7 +57,9 @@ class PatchEmbed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, C, *img_size) -> tokens, (B, N, D), N patches in row-major order."""
-        return self.proj(x).flatten(2).transpose(1, 2)
+        tokens = self.proj(x).flatten(2).transpose(1, 2)
+        # One copy here: all that follows takes the order in memory from its input, and each LayerNorm would copy it.
+        return tokens.contiguous()
 
 
 class PositionEmbedding(nn.Module):

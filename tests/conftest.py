@@ -18,6 +18,7 @@ import torch
 from tests.support import forked, pictures, programs
 from tests.support.workers import Workers
 from utils.config import check_config, read_named_config
+from utils.device import VISIBLE
 from weather.sample_data import make_sample_data
 
 IMG_SIZE = (16, 32)
@@ -136,7 +137,11 @@ def _clean_slate():
 
 
 def pytest_configure(config):
-    if config.option.markexpr == "gpu" and not config.option.collectonly and not torch.cuda.is_available():
+    if config.option.markexpr != "gpu":
+        # The tests fork processes, which cannot use CUDA once the process that they come from has looked for a GPU.
+        for name in VISIBLE:
+            os.environ[name] = "-1"  # no GPU has this number; "" would say that training on the CPU is meant
+    elif not config.option.collectonly and not torch.cuda.is_available():
         pytest.exit("no GPU is there, which the tests marked gpu need", 2)
 
 
@@ -156,4 +161,4 @@ def pytest_collection_modifyitems(items):
             if not (mark.args and isinstance(mark.args[0], str) and mark.args[0].strip()):
                 raise pytest.UsageError(f'{item.nodeid}: say @pytest.mark.slow("what only this test can show")')
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
+            item.add_marker(pytest.mark.skip(reason="needs a GPU, and `-m gpu`"))

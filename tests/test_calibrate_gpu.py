@@ -7,7 +7,7 @@ import torch
 
 from tests.support.pretend_gpu import PretendGpu
 from tests.test_plan_measured import made, settings_of
-from tools.instruments import clock
+from tools.instruments import clock, operation_speed
 from tools.planner import calibrate
 from tools.planner.hardware import gpu_of
 from tools.planner.step_time import step_time
@@ -61,6 +61,18 @@ def test_a_step_that_waits_for_its_launches_is_planned_as_long_as_it_was_measure
     planned = step_time([trace], config, layout, gpu_of("here", found | memory))
     assert planned.seconds == pytest.approx(sum(phases.values()), rel=0.1)
     assert planned.bound == "launches"
+
+
+def test_operations_that_are_measured_on_a_gpu_fill_it():
+    """Of two heads, or of a few patches, an H100 computes a tenth of what it can."""
+    accelerator = torch.device("meta")
+    most = {}
+    for operation, sets in operation_speed._operations(accelerator, torch.bfloat16):
+        if operation is not operation_speed._backward:
+            shape = sets[0][-1].shape if len(sets[0][-1].shape) == 4 else ()
+            most[len(sets[0]), len(shape)] = max(most.get((len(sets[0]), len(shape)), 0), sets[0][1].numel())
+    attention, convolution = most[4, 4], most[3, 4]
+    assert attention == 64 * 2048 * 128 and convolution == 4 * 20 * (64 * 8) * (128 * 8)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 import json
 from collections import Counter
-from itertools import islice
+from itertools import count, islice
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -190,7 +191,9 @@ def test_the_report_is_json_and_text_and_the_status_says_whether_something_was_f
     monkeypatch.setattr(Judge, "__init__", lambda self, *_: None)
     monkeypatch.setattr(Judge, "__exit__", lambda *_: None)
     monkeypatch.setattr(Judge, "judge", FakeJudge("tensor_parallel=2").judge)
-    words = ["check", "--all", "--minutes", "0.2", "--seed", "7", "--json", str(tmp_path / "found.json")]
+    ticks = count()  # a clock that goes on by a second with each composition, however long that takes
+    monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    words = ["check", "--all", "--minutes", "0.4", "--seed", "7", "--json", str(tmp_path / "found.json")]
     assert plan.main(words) == 1
     told = json.loads((tmp_path / "found.json").read_text())
     assert told["seed"] == 7 and told["finding"] > 0 and told["equal"] > 0

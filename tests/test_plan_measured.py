@@ -136,6 +136,17 @@ def test_attention_is_read_by_tokens_and_size_of_heads_not_by_their_number():
     assert seconds(8e6, 8e4, "attention", "attention", head=48) == pytest.approx(8 * one)
 
 
+def test_attention_of_a_type_takes_the_time_of_the_kernel_that_computes_it():
+    """On a GPU float32 and 16 bits have kernels of their own, and the trace knows a third one, the CPU's."""
+    entry = made()
+    operations = entry["measured"]["compute"]["1"]["operations"]
+    operations["_fast_attention"] = {"bfloat16, heads of 32": [[1e6, 1e4, 1e-6], [1e9, 1e6, 1e-3]]}
+    speeds = gpu_of("made", entry).measured.speeds(1)
+    operation = Operation("forward", "attention", 1e6, 1e4, torch.bfloat16, "_attention_for_cpu")
+    assert speeds.seconds(operation, "bfloat16", 32) == pytest.approx(1e-6)
+    assert speeds.seconds(operation, "float32", 32) == pytest.approx(1e-3)
+
+
 def step_of(*words, phase="forward", operations=0, messages=(), ranks=1, script="train.py", entry=None, **changes):
     """StepTime on the made machine of so many products of a millisecond. messages: (kind, number of 2 ms each)."""
     config, layout = settings_of(*words, ranks=ranks, script=script)

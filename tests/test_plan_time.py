@@ -13,6 +13,7 @@ from tests.support.marks import slow_but
 from tests.support.refusals import refusal
 from tools.instruments.tracker import Message, Operation
 from tools.planner.hardware import load_gpu, read_gpus
+from tools.planner.plan import plan_layout
 from tools.planner.step_time import GRAPH_GAP, collective_time, node_shapes, step_time
 from tools.planner.trace import Trace, trace_step
 from utils.config import SPLITS, load_config
@@ -166,13 +167,26 @@ def test_options_make_an_operation_faster_where_the_kernels_do(kind, dtype, befo
 
 
 H100 = load_gpu("h100")
+
+
+def test_each_thread_that_multiplies_has_a_workspace_of_cublas():
+    """Measured on an H100: the step of config quick holds two of 32 MiB, of the forward and of the backward pass."""
+    without = H100.model_copy(update={"workspace_mib": 0.0})
+    for inference, workspaces in ((False, 2), (True, 1)):
+        peak, own = (plan_layout(*settings("--config=quick"), gpu, inference=inference).peak for gpu in (H100, without))
+        assert peak - own == workspaces * 32 * 2**20
+
+
 KERNELS = [  # type, options, script's file and ranks, share of the peak on an H100
-    (torch.bfloat16, ["--embed_dim=512"], 1, 0.42),
-    (torch.bfloat16, ["--embed_dim=1024"], 1, 0.48),
-    (torch.bfloat16, ["--embed_dim=1024", "--deterministic"], 1, 0.29),
-    (torch.bfloat16, ["--embed_dim=2048"], 1, 0.29),  # heads of 256 are too large for cuDNN's backward pass
-    (torch.bfloat16, ["--embed_dim=1024", "--context_parallel=2", "--cp_method=ring"], 2, 0.29),
-    (torch.bfloat16, ["--embed_dim=1024", "--context_parallel=2"], 2, 0.48),
+    (torch.bfloat16, ["--embed_dim=512"], 1, 0.40),
+    (torch.bfloat16, ["--embed_dim=384"], 1, 0.40 * 48 / 64),  # padded
+    (torch.bfloat16, ["--embed_dim=1024"], 1, 0.54),
+    (torch.bfloat16, ["--embed_dim=1024", "--deterministic"], 1, 0.30),
+    (torch.bfloat16, ["--embed_dim=2048"], 1, 0.38),
+    (torch.bfloat16, ["--embed_dim=2080"], 1, 0.26),  # heads of 260 are too large for cuDNN
+    (torch.bfloat16, ["--embed_dim=1024", "--context_parallel=2", "--cp_method=ring"], 2, 0.30),
+    (torch.bfloat16, ["--embed_dim=1024", "--context_parallel=2"], 2, 0.54),
+    (torch.float32, ["--embed_dim=1024"], 1, 0.23 * 494.5 / 3 / 989.5),
 ]
 
 
@@ -193,7 +207,7 @@ def test_no_kernel_is_shorter_than_the_shortest():
 
 
 def test_products_in_8_bits_pay_for_the_casts_of_their_inputs():
-    """Compiled, small products gain nothing and large ones do; in eager mode no usual one does."""
+    """Compiled, only large products gain; in eager mode no usual one does."""
 
     def gain(width, *words):
         flops, moved = 2 * 64_800 * width * 4 * width, 2 * (64_800 * 5 * width + 4 * width**2)
@@ -202,7 +216,8 @@ def test_products_in_8_bits_pay_for_the_casts_of_their_inputs():
         slow, fast = (step_time([trace], *settings("--config=base", mode, *words), H100) for mode in modes)
         return slow.seconds / fast.seconds
 
-    assert gain(384, "--enable_jit") < 1 < 1.2 < gain(1024, "--enable_jit") < gain(4096, "--enable_jit") < 2
+    compiled = [gain(width, "--enable_jit") for width in (384, 1024, 4096)]
+    assert compiled == sorted(compiled) and compiled[1] < 1 < compiled[2] < 2  # with 1024, as it was measured
     assert gain(384) < gain(1024) < 1
 
 

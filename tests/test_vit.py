@@ -38,6 +38,17 @@ def test_attention_is_softmax_of_scaled_products_with_heads_outermost():
     torch.testing.assert_close(attention(x), attention.proj(torch.cat(expected, -1)))
 
 
+def test_tokens_lie_one_after_another_in_memory_so_that_no_layer_copies_them():
+    """A convolution leaves channel after channel, and an addition keeps the order of its input."""
+    model = ViT((8, 12), 4, **SMALL)
+    seen = []
+    for module in model.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].is_contiguous()))
+    model(torch.randn(2, 3, 8, 12))
+    assert seen == [True] * 5
+
+
 def test_the_head_folds_tokens_back_to_where_the_patches_came_from():
     """With one-hot weights the patch embedding and the head together are the identity."""
     grid, patch = (2, 3), (4, 2)

@@ -1,6 +1,6 @@
 """A report of all that needs a GPU: training, forecast, tests, benchmarks, and plans beside what was measured.
 
-    make gpu                                              on this machine's GPUs, in 10 minutes at most
+    make gpu                                              on this machine's GPUs, in 15 minutes at most
     make gpu ARGS="--seconds 1800"                        on a node whose files are read for the first time
     python -m tools.gpu_report --device cpu --gpu h100    a rehearsal at tiny sizes, without a GPU
     python -m tools.gpu_report --plan h100 a100-80gb      the plans of its training runs alone
@@ -37,7 +37,7 @@ from utils.errors import FAILED_STATUS, STOPPED_STATUS, ArgumentParser, first_li
 from utils.files import read_json, whole_file
 
 COMMANDS = "config/gpu_report.yaml"
-SECONDS, LONGEST = 600, 240  # of all commands, of one
+SECONDS, LONGEST = 900, 360  # of all commands, of one
 PASSED, OUT_OF_TIME = "passed", "out of time"  # its own
 NOT_REACHED, NOT_FINISHED = "not reached", "not finished"  # since the time of all commands was over
 GRACE_SECONDS = 40  # for a command to end that was asked to; torchrun kills its ranks after 30

@@ -19,6 +19,10 @@ ROWS, WIDTHS, RATIOS = (128, 1024, 4096), (32, 64, 128, 256, 512, 1024), (1, 3)
 HEADS, TOKENS = (16, 32, 64, 128), (64, 128, 256, 512, 1024, 2048)
 MOVED = (2**14, 2**17, 2**19, 2**21, 2**23, 2**25)  # bytes of a tensor
 PATCHES = tuple(product((4, 20), (4, 8), (64, 256)))  # channels, size, features
+# What fills a device: heads that compute at once, patches along the sides of an image, numbers that are normalised
+# together. A core computes heads one after another; a GPU of 132 multiprocessors has all of two heads at once.
+FULL = {"cpu": (2, (8, 16), 128)}
+FULL_GPU = 64, (64, 128), 512
 BATCH, BATCHES = 2e-4, 4  # seconds that a batch of calls takes at least, and how many batches there are
 # FLOP of the largest product by device and type; else 1e12. CPUs compute float16 without instructions of its own.
 LONGEST = {("cpu", torch.float32): 1.1e9, ("cpu", torch.bfloat16): 1.1e9, ("cpu", torch.float16): 6e7}
@@ -35,21 +39,22 @@ Measured = dict[str, dict[str, list[list[float]]]]  # {operator: {type: [[FLOP, 
 def _operations(device, dtype):
     """Operations and sets of tensors on which they work in turn: those of layers forward and backward, then PLAIN."""
     most = LONGEST.get((device.type, dtype), 1e12)
+    heads, (down, across), row = FULL.get(device.type, FULL_GPU)
     layers = []  # FLOP, function, shapes: of the bias, and of what has a gradient
     for rows, width, ratio in product(ROWS, WIDTHS, RATIOS):
         for inner, columns in {(width, ratio * width), (ratio * width, width)}:
             shapes = (columns,), (rows, inner), (columns, inner)
             layers.append((2 * rows * inner * columns, lambda b, x, w: F.linear(x, w, b), shapes))
-    for size, tokens in product(HEADS, TOKENS):  # two heads: they are computed one after another
-        shapes = (1,), *[(1, 2, tokens, size)] * 3
-        layers.append((8 * tokens**2 * size, lambda _, *qkv: F.scaled_dot_product_attention(*qkv), shapes))
+    for size, tokens in product(HEADS, TOKENS):
+        shapes = (1,), *[(1, heads, tokens, size)] * 3
+        layers.append((4 * heads * tokens**2 * size, lambda _, *qkv: F.scaled_dot_product_attention(*qkv), shapes))
     for channels, size, width in PATCHES:
-        shapes = (width,), (4, channels, 8 * size, 16 * size), (width, channels, size, size)
-        flops = 1024 * channels * size**2 * width
+        shapes = (width,), (4, channels, down * size, across * size), (width, channels, size, size)
+        flops = 8 * down * across * channels * size**2 * width
         layers.append((flops, lambda b, x, w: F.conv2d(x, w, b, stride=w.shape[-1]), shapes))
-    flat = [(size // dtype.itemsize // 128, 128) for size in MOVED]
+    flat = [(max(1, size // dtype.itemsize // row), row) for size in MOVED]
     layers += [(0, lambda _, x: F.gelu(x), ((1,), shape)) for shape in flat]
-    layers += [(0, lambda b, x, w: F.layer_norm(x, (128,), w, b), ((128,), s, (128,))) for s in flat]
+    layers += [(0, lambda b, x, w: F.layer_norm(x, (row,), w, b), ((row,), s, (row,))) for s in flat]
     for flops, layer, shapes in layers:
         if flops <= most:
             sets = _sets(device, dtype, shapes)

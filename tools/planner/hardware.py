@@ -20,7 +20,7 @@ from utils.schema import Text, key
 HARDWARE = Path(__file__).parents[2] / "config" / "hardware.yaml"
 MEASURED = HARDWARE.with_name("measured")  # folder of the entries that `plan.py --calibrate` writes, NAME.json
 DEFAULTS = "defaults"  # keys that the entries of the file share
-AttentionKernel = Literal["cudnn", "flash"]
+AttentionKernel = Literal["cudnn", "flash", "efficient"]
 Share = Annotated[float, Field(gt=0, le=1)]
 Shares = Annotated[dict[PositiveInt, Share], Field(min_length=1)]  # by the largest size of a head
 LIKE = {"matmul": "mm", "pointwise": "add", "copy": "clone"}  # the operator that stands for others of a kind
@@ -56,7 +56,11 @@ class Speeds:
         if name not in self.operations:
             backward = "backward" in name or (not name and operation.phase == "backward")
             alike = [n for n in self.operations if ATTENTION in n and backward == n.endswith("backward")]
-            name = alike[0] if operation.kind == ATTENTION and alike else LIKE.get(operation.kind, "mm")
+            if operation.kind == ATTENTION and alike:  # a GPU has a kernel of its own for each type
+                of_this_type = [n for n in alike if self._has_type(n, dtype)]
+                name = (of_this_type or alike)[0]
+            else:
+                name = LIKE.get(operation.kind, "mm")
 
         def distance(known):
             """Of a measured type."""
@@ -66,6 +70,10 @@ class Speeds:
         work, place = _place(name, operation.flops, operation.moved)
         table = self._table(name, min(self.operations[name], key=distance))
         return work / math.exp(float(table(np.array([place]))[0]))
+
+    def _has_type(self, name, dtype):
+        types = {known.partition(OF_HEADS)[0] for known in self.operations[name]}
+        return dtype in types
 
     @cache  # noqa: B019
     def _table(self, name, dtype):
@@ -169,7 +177,7 @@ class Gpu(BaseModel):
 
     def attention_share(self, kernel: AttentionKernel, head: int) -> float:
         """Share of the peak that attention reaches with a kernel, or with another where this GPU has no such kernel."""
-        shares = self.attention.get(kernel) or next(iter(self.attention.values()))
+        shares = self.attention.get(kernel) or self.attention.get("flash") or next(iter(self.attention.values()))
         known = [size for size in sorted(shares) if size >= head]
         return shares[known[0] if known else max(shares)]
 

@@ -120,6 +120,7 @@ def plan_layout(
     batch = max(trace.memory["batch"] for trace in traces)
     fetched_ahead = 0 if inference else batch
     memory["activations"] += batch + fetched_ahead
+    workspaces = 1 if inference else 2  # of cuBLAS: the threads of the forward and of the backward pass have their own
     flops = sum(op.flops * calls for trace in traces for op, calls in trace.operations.items()) / len(traces)
     peak = max(trace.memory["peak"] for trace in traces)
     return Plan(
@@ -127,7 +128,7 @@ def plan_layout(
         layout,
         gpu,
         memory,
-        peak + fetched_ahead + gpu.workspace_mib * 2**20,
+        peak + fetched_ahead + workspaces * gpu.workspace_mib * 2**20,
         flops * layout.world_size,
         step_time(traces, config, layout, gpu, inference),
         inference=inference,
