@@ -78,12 +78,12 @@ def test_a_command_that_fails_hangs_or_leaves_processes_is_told_and_the_others_f
     ("hangs", "outcomes", "status"),
     [
         (2000, ("passed", "not finished", "not reached"), 0),  # the others took its time
-        (240, ("passed", "out of time", "not finished"), 1),
+        (gpu_report.LONGEST, ("passed", "out of time", "not finished"), 1),
     ],
 )
 def test_what_is_not_reached_has_not_failed(report, monkeypatch, capsys, hangs, outcomes, status):
-    """All commands together have a time limit too: of 300 seconds here, of which the first command takes 50 or 100."""
-    seconds = {"passes": 100 if hangs > 240 else 50, "hangs": hangs, "late": 2000}
+    """All commands together have a time limit too: of 500 seconds here, of which the first command takes 50 or 200."""
+    seconds = {"passes": 200 if hangs > gpu_report.LONGEST else 50, "hangs": hangs, "late": 2000}
     now = [0.0]
 
     def run_command(name, command, work, limit):
@@ -93,7 +93,7 @@ def test_what_is_not_reached_has_not_failed(report, monkeypatch, capsys, hangs, 
     clock = SimpleNamespace(monotonic=lambda: now[0], strftime=time.strftime)
     monkeypatch.setattr(gpu_report, "time", clock)
     monkeypatch.setattr(gpu_report, "run_command", run_command)
-    found_status, _, found = report("--seconds=300", passes="", hangs="", late="")
+    found_status, _, found = report("--seconds=500", passes="", hangs="", late="")
     assert tuple(line.split("|")[1].strip() for line in found.values()) == outcomes
     assert found_status == status and "; --seconds gives more" in capsys.readouterr().out
 
