@@ -345,6 +345,25 @@ def _row(self, x):
     return reduce_from_region(F.linear(x, self.weight), self.group) + self.bias
 
 
+# docs/results/nvidia-h100-80gb-hbm3-x1.md: milliseconds of a step, without its data, and GiB at most.
+FAST = ["--amp_mode=bf16", "--enable_fused"]
+ON_AN_H100 = {
+    "float32": (876, 19.90, ["--enable_channels_last"]),
+    "TF32": (747, 19.90, ["--enable_channels_last", "--enable_tf32"]),
+    "bf16": (112, 12.29, ["--enable_channels_last", *FAST]),
+    "compiled": (98.8, 12.28, [*FAST, "--enable_jit"]),
+    "compiled, 1024": (242, 30.83, [*FAST, "--enable_jit", "--embed_dim=1024"]),
+}
+
+
+@pytest.mark.parametrize("name", ON_AN_H100)
+def test_steps_that_an_h100_took_are_planned(name):
+    milliseconds, gib, words = ON_AN_H100[name]
+    plan = plan_layout(*settings("--config=short", *words), H100)
+    assert 1000 * plan.time.seconds == pytest.approx(milliseconds, rel=0.1)
+    assert plan.peak / 2**30 == pytest.approx(gib, rel=0.05)
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_throughputs_lie_in_the_stated_band(name):
     traces, config, layout = traced(name)
