@@ -142,6 +142,11 @@ def test_a_step_that_fails_is_named(tiny_options, sample_folder):
         ladder.run(words, workers=2, steps=1, rounds=1)
 
 
+def test_frames_that_make_no_batch_are_refused_rather_than_waited_for(tiny_options):
+    with refusal("3 frames make 2 samples, fewer than a batch of 16: take --frames 17 or more"):
+        benchmark.main(["data", "--frames=3", *tiny_options(global_batch_size=16)])
+
+
 @pytest.mark.slow("every loader, read by processes")
 def test_loaders_are_compared_with_the_plain_design(tiny_options, tmp_path, capsys):
     words = tiny_options(expdir=None, global_batch_size=2)

@@ -25,6 +25,7 @@ from training.tasks.forecast import statistics_of
 from utils.config import load_config
 from utils.data_protocol import ChannelStatistics
 from utils.device import select_device
+from utils.errors import UsageError
 from utils.schema import Config
 from weather.dataset import FieldDataset
 from weather.hdf5_file import open_hdf5
@@ -85,11 +86,18 @@ def run(words: list[str], workers: int, frames: int, batches: int, rounds: int) 
 def _write_frames(config: Config, folder: Path, frames: int) -> None:
     """Copy the first frames of the training data, which then are in the page cache.
 
-    Into a year file of HDF5 and, where zarr is installed, into the stores of STORES, of one chunk a frame.
+    Into a year file of HDF5 and, where zarr is installed, into the stores of STORES, of one chunk a frame. Raises
+    UsageError where they are fewer than a batch.
     """
     channels, (height, width) = max(config.n_in_channels, config.n_out_channels), config.img_size
     stored = FieldDataset(config.train_data_path, channels, config.img_size).files[0].fields
     fields = stored[:frames, :channels][..., :height, :width]
+    batch, samples = config.global_batch_size, len(fields) - 1  # a sample is two frames
+    if samples < batch:
+        raise UsageError(
+            f"{len(fields)} frames make {samples} samples, fewer than a batch of {batch}: take --frames {batch + 1} or "
+            f"more of a first year that has them, or --local_batch_size {max(1, samples)}"
+        )
     (folder / "hdf5").mkdir()
     with open_hdf5(folder / "hdf5/1979.h5", "w") as file:
         file.create_dataset("fields", data=fields)
