@@ -134,7 +134,8 @@ def test_memory_through_a_step_rises_and_falls_and_is_drawn(dp, tmp_path):
         assert 0 < parts["forward"][0] < max(parts["forward"])
         assert parts["backward"][-1] < max(parts["backward"]) <= row["memory"]["peak"] / MIB * 1.001
     held = {row["layout"]: layouts.stretches(row["curve"])[0][1][0] for row in rows}
-    assert held["fsdp"] <= held["zero2"] and held["fsdp"] < held["hsdp"] < held["zero1"] < held["ddp"]
+    # zero2 has its weights whole from the forward pass on alone: before it, it holds what fsdp holds.
+    assert held["fsdp"] == held["zero2"] < held["hsdp"] < held["zero1"] < held["ddp"]
     layouts.write_memory_picture(tmp_path / "memory.png", {"rows": rows})
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     with refusal("there is no training step to draw"):
