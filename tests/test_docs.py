@@ -186,6 +186,7 @@ def test_what_pages_show_of_commands_marked_fast_is_what_they_print(tmp_path, mo
     check_figures(only="fast")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow("a page prints losses in all digits")
 @pytest.mark.timeout(900)
 def test_losses_that_a_page_prints_are_those_of_its_runs(tmp_path, monkeypatch):

@@ -217,6 +217,7 @@ TAUGHT = {  # trainings whose words the tests above check, and which other tests
 }  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.slow("the real commands of the report, at tiny sizes on the CPU, of two ranks")
 @pytest.mark.timeout(1800)
 def test_the_commands_run_without_a_gpu_at_tiny_sizes(tmp_path, monkeypatch):

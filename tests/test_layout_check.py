@@ -83,6 +83,7 @@ ONE = dict.fromkeys(("tensor_parallel", "context_parallel", "pipeline_parallel",
 ONE |= {"gradient_accumulation": 1, "sequence_parallel": False, "data_parallel": "ddp", "dp_shard": None}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow("each of the layouts that plans are verified with")
 @pytest.mark.timeout(900)
 def test_no_layout_of_verify_yaml_gives_an_alarm(ranks, tmp_path):

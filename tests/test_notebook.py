@@ -178,6 +178,7 @@ def data(tmp_path_factory):
     return tmp_path_factory.mktemp("data")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow("every command of a lesson runs")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", notebooks.LESSONS)

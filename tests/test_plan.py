@@ -56,6 +56,7 @@ def test_text_of_one_layout(capsys, tmp_path):
     assert (tmp_path / "memory.png").stat().st_size > 1000
 
 
+@pytest.mark.nightly
 @pytest.mark.slow("the order of many layouts")
 def test_the_best_layouts_of_16_gpus(capsys, tmp_path):
     plans = planned(

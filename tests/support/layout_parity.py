@@ -13,6 +13,7 @@ from distributed.parallel_model import make_buffers_whole
 from distributed.shard_tensor import wrap
 from distributed.weight_shards import global_view, take_parts
 from tests.support.compilation import GENERATED, compile_by
+from tests.support.workers import PATIENCE_SECONDS
 from tools.benchmarks.layouts import OPTIONS, parse_layout, split_words
 from tools.instruments.counting import CollectiveCounter
 from tools.instruments.pool import Process
@@ -26,6 +27,7 @@ from utils import comm
 from utils.config import yaml
 
 CPU = torch.device("cpu")
+COMPILATION_PATIENCE_SECONDS = 280  # every rank compiles for itself, on shared cores
 RECOMPUTED = {"activation_checkpointing": "selective"}
 COMPILED = {"enable_jit": True}
 _serial = {}  # {options and steps: losses, weights, or options: a file}
@@ -143,7 +145,9 @@ def check_training(ranks, tiny_config, layout, options, steps=10, backend=GENERA
     layout: its name. options: of the layout and of one device. extra: of the layout alone. backend: of torch.compile.
     """
     size, own = ranks_and_options(layout)
-    results = ranks(size, train, tiny_config(**options, **own, **extra), steps, backend)
+    config = tiny_config(**options, **own, **extra)
+    patience = COMPILATION_PATIENCE_SECONDS if config.enable_jit else PATIENCE_SECONDS
+    results = ranks(size, train, config, steps, backend, timeout=patience)
     assert_serial(results, train_serially(tiny_config, options, steps))
 
 
