@@ -12,9 +12,10 @@ from distributed.layers import ColumnParallelLinear, RowParallelLinear
 from tests.support.marks import slow_but
 from tests.support.refusals import refusal
 from tools.instruments.tracker import Message, Operation
+from tools.planner.collective_time import collective_time, node_shapes
 from tools.planner.hardware import load_gpu, read_gpus
 from tools.planner.plan import plan_layout
-from tools.planner.step_time import GRAPH_GAP, collective_time, node_shapes, step_time
+from tools.planner.step_time import GRAPH_GAP, step_time
 from tools.planner.trace import Trace, trace_step
 from utils.config import SPLITS, load_config
 

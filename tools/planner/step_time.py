@@ -1,22 +1,18 @@
 """The time of a training step, from its operations and messages (tools.planner.trace) and a GPU's data sheet.
 
-Computation: operation by operation (tools.planner.operation_time). Communication: a collective takes its latency and
-its bytes over the bandwidth, the alpha-beta model (Hockney 1994). The pipeline's bubble: Narayanan et al. 2021
-(arXiv:2104.04473).
+Computation: operation by operation (tools.planner.operation_time). Communication: tools.planner.collective_time. The
+pipeline's bubble: Narayanan et al. 2021 (arXiv:2104.04473).
 """
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
 from distributed.data_parallel import SHARDED
 from tools.instruments.tracker import ATTENTION, PHASES
+from tools.planner.collective_time import collective_time, node_shapes
 from tools.planner.hardware import Gpu
 from tools.planner.operation_time import COMPILED_LAUNCHES, OperationTimes
 from tools.planner.trace import Trace
@@ -34,8 +30,9 @@ BOUNDS = {
     "matmul": "compute", ATTENTION: "compute", "memory": "memory bandwidth", "launch": "launches",
     "bubble": "bubble of the pipeline",
 }  # fmt: skip
-PASSES = {"all_reduce": 2}  # round the ring; others: 1
 SAME_WEIGHTS = "dp", "cp", "domain", "image"  # groups whose ranks reduce gradients of the same weights
+
+Table = defaultdict[tuple[str, str], float]  # {(phase, part): seconds}, 0 where there is none
 
 
 @dataclass(frozen=True)
@@ -81,124 +78,224 @@ def step_time(traces: Sequence[Trace], config: Config, layout: Layout, gpu: Gpu,
 
 def rank_time(trace: Trace, config: Config, layout: Layout, gpu: Gpu, inference: bool = False) -> StepTime:
     """StepTime of one traced rank."""
-    measured, on_cpu, ranks = gpu.measured, gpu.device == "cpu", min(layout.world_size, gpu.gpus_per_node)
-    late = measured.slowest if measured and layout.world_size > 1 else 1.0  # of the slowest rank
-    sharded, times = config.data_parallel in SHARDED, OperationTimes(config, layout, gpu)
+    rank = _Rank(trace, config, layout, gpu, inference)
+    on_cpu = gpu.device == "cpu"
 
-    def computing(ranks):
-        """{(phase, part): seconds} of operations, while so many ranks of a node compute."""
-        seconds, speeds = Counter(), measured.speeds(ranks) if measured else None
-        for operation, calls in trace.operations.items():
+    # Seconds by phase and part: what computes,
+    computing = rank.computing(rank.ranks_of_a_node)
+    collectives = rank.collectives()
+    host = rank.host(collectives)
+    table = computing.copy()
+    if on_cpu:
+        # There the host computes by itself.
+        for phase, seconds in host.items():
+            table[phase, "launch"] = seconds
+    waited = _total(table, but="update")
+
+    # the communication that computation does not hide,
+    for (phase, work), hidden_together in rank.by_what_hides_them(collectives).items():
+        total = sum(collective["seconds"] for collective in hidden_together)
+        left = rank.not_hidden(phase, work, hidden_together, computing)
+        for collective in hidden_together:
+            part = f"communication {_kind_of(collective['group'])}"
+            share = collective["seconds"] / total if total else 0.0
+            table[phase, part] += left * share
+        if work != "compute":
+            waited += left
+
+    # the time in which a GPU waits for its host: a replayed graph hides the gaps between its kernels behind nothing,
+    if not on_cpu:
+        for phase, seconds in _by_phase(table).items():
+            is_replayed = config.enable_cuda_graphs
+            table[phase, "launch"] = host[phase] if is_replayed else max(0.0, host[phase] - seconds)
+
+    # and the time in which a stage of a pipeline has nothing to do.
+    table["backward", "bubble"] = rank.bubble(waited, computing)
+
+    parts = _by_part(table)
+    error = MEASURED if gpu.measured else UNCALIBRATED
+    return StepTime(sum(parts.values()), error, parts, _by_phase(table), _bound(parts), collectives)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What one traced rank does in a step, in seconds of its device."""
+
+    trace: Trace
+    config: Config
+    layout: Layout
+    gpu: Gpu
+    inference: bool
+
+    @property
+    def ranks_of_a_node(self) -> int:
+        return min(self.layout.world_size, self.gpu.gpus_per_node)
+
+    @property
+    def late(self) -> float:
+        """Time of the slowest rank, in that of the mean one."""
+        measured = self.gpu.measured
+        return measured.slowest if measured and self.layout.world_size > 1 else 1.0
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.config.data_parallel in SHARDED
+
+    def computing(self, ranks: int) -> Table:
+        """Seconds of operations, while so many ranks of a node compute."""
+        measured = self.gpu.measured
+        speeds = measured.speeds(ranks) if measured else None
+        times = OperationTimes(self.config, self.layout, self.gpu)
+        seconds = Table(float)
+        for operation, calls in self.trace.operations.items():
             part = operation.kind if operation.flops else "memory"
-            seconds[operation.phase, part] += calls * times.seconds(operation, speeds) * late
+            seconds[operation.phase, part] += calls * times.seconds(operation, speeds) * self.late
         return seconds
 
-    def sums(table):
-        return {phase: sum(s for (when, _), s in table.items() if when == phase) for phase in PHASES}
+    def collectives(self) -> list[dict[str, Any]]:
+        """Collectives of the step by kind, as StepTime has them."""
+        counts = Counter[tuple[str, ...]]()
+        sizes = Counter[tuple[str, ...]]()
+        for message, calls in self.trace.messages.items():
+            sort = message.phase, message.kind, message.group
+            counts[sort] += calls
+            sizes[sort] += calls * message.sent
 
-    def is_ring(kind, group):
+        found: list[dict[str, Any]] = []
+        for (phase, kind, group), sent in sizes.items():
+            # An extrapolated trace may count below zero.
+            count = max(1, round(counts[phase, kind, group]))
+            members = self.trace.groups[group]
+            shapes = node_shapes(members, self.layout.world_size, self.gpu.gpus_per_node)
+            passes_all = kind != "send" and not self._is_ring_attention(kind, group)
+            times = []
+            for nodes, fewest in shapes:
+                times.append(collective_time(kind, sent, count, len(members), nodes, fewest, self.gpu, passes_all))
+            found.append({
+                "phase": phase, "kind": kind, "group": group, "ranks": members, "count": count, "bytes": round(sent),
+                "inside": all(nodes == 1 for nodes, _ in shapes), "seconds": max(times),
+            })  # fmt: skip
+        return found
+
+    def _is_ring_attention(self, kind: str, group: str) -> bool:
         """Tell whether a collective is an exchange of ring attention: an all-to-all to the next rank alone."""
-        method = {"cp": config.cp_method, "domain": config.domain_method}.get(group)
-        return kind == "all_to_all" and method == "ring"
+        methods = {"cp": self.config.cp_method, "domain": self.config.domain_method}
+        return kind == "all_to_all" and methods.get(_kind_of(group)) == "ring"
 
-    def overlap_of(phase, kind, group):
-        """The work that hides a collective: "compute" of its phase, "attention" of its phase, or None."""
-        if is_ring(kind, group):
+    def by_what_hides_them(self, collectives: list[dict[str, Any]]) -> dict[tuple[str, str | None], list[Any]]:
+        """Collectives by their phase and the work that hides them: "compute", "attention" or None."""
+        together = defaultdict[tuple[str, str | None], list[Any]](list)
+        for collective in collectives:
+            phase = collective["phase"]
+            work = self._what_hides(phase, collective["kind"], collective["group"])
+            together[phase, work].append(collective)
+        return together
+
+    def _what_hides(self, phase: str, kind: str, group: str) -> str | None:
+        if self._is_ring_attention(kind, group):
             return ATTENTION
-        if phase == "backward" and kind == "all_reduce" and group in SAME_WEIGHTS:
-            return "compute"  # gradients; over the ranks of one image where these are all
-        if phase != "update" and sharded and group == "dp" and not on_cpu:  # there fully_shard waits for each one
+        # Over the ranks of one image, too, where these are all.
+        reduces_gradients = phase == "backward" and kind == "all_reduce" and _kind_of(group) in SAME_WEIGHTS
+        # On a CPU fully_shard waits for each gather.
+        gathers_weights = self.is_sharded and phase != "update" and _kind_of(group) == "dp"
+        if reduces_gradients or (gathers_weights and self.gpu.device != "cpu"):
             return "compute"
         return None
 
-    def bucket(collective):
+    def not_hidden(self, phase: str, work: str | None, collectives: list[dict[str, Any]], computing: Table) -> float:
+        """Seconds of collectives of a phase that are left when the work that hides them is done."""
+        total = sum(collective["seconds"] for collective in collectives)
+        left = total
+        if work == ATTENTION:
+            # The exchange for the last part of the keys is the one that there is not.
+            size = len(collectives[0]["ranks"])
+            left = max(0, total - computing[phase, ATTENTION] * (size - 1) / size)
+        elif work == "compute":
+            # Gradients are reduced with the last micro-batch, parameters are gathered in each.
+            batches = 1 if self.is_sharded else self.config.gradient_accumulation
+            behind_computing = _by_phase(computing)[phase] / batches
+            first_or_last = sum(map(self._bucket, collectives))
+            left = min(total, max(0, total - behind_computing) + first_or_last)
+        measured = self.gpu.measured
+        overlap = measured.overlap if measured else 1
+        return total - (total - left) * overlap
+
+    def _bucket(self, collective: dict[str, Any]) -> float:
         """Seconds of the one reduction or gather, the first or the last, that nothing hides."""
         calls = collective["count"]
-        if not sharded:  # an extrapolated trace has the bytes, but not their buckets
+        if not self.is_sharded:
+            # An extrapolated trace has the bytes, but not their buckets.
             size = len(collective["ranks"])
-            sent = 2 * (size - 1) / size * config.bucket_cap_mb * 2**20  # of a full bucket
-            calls = max(calls, collective["bytes"] / sent)
+            sent_of_full_bucket = 2 * (size - 1) / size * self.config.bucket_cap_mb * 2**20
+            calls = max(calls, collective["bytes"] / sent_of_full_bucket)
         return collective["seconds"] / calls
 
-    counts, sizes = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
-    for message, calls in trace.messages.items():  # an extrapolated trace may count below zero
-        counts[message[:3]] += calls
-        sizes[message[:3]] += calls * message.sent
-    collectives = []
-    together = defaultdict[tuple[str, str | None], list[Any]](list)  # collectives that the same work hides
-    for (phase, kind, group), sent in sizes.items():
-        count, members = max(1, round(counts[phase, kind, group])), trace.groups[group]
-        shapes = node_shapes(members, layout.world_size, gpu.gpus_per_node)
-        ring = not (kind == "send" or is_ring(kind, _kind_of(group)))
-        seconds = max(collective_time(kind, sent, count, len(members), *shape, gpu, ring) for shape in shapes)
-        collective: dict[str, Any] = {
-            "phase": phase, "kind": kind, "group": group, "ranks": members, "count": count, "bytes": round(sent),
-            "inside": all(nodes == 1 for nodes, _ in shapes), "seconds": seconds,
-        }  # fmt: skip
-        collectives.append(collective)
-        together[phase, overlap_of(phase, kind, _kind_of(group))].append(collective)
+    def host(self, collectives: list[dict[str, Any]]) -> dict[str, float]:
+        """Seconds in which the host launches operations: a lower bound, on a CPU beside computing."""
+        measured = self.gpu.measured
+        each = measured.speeds(self.ranks_of_a_node).host if measured else dict.fromkeys(PHASES, self.gpu.launch)
+        seconds = dict.fromkeys(PHASES, 0.0)
+        if self.gpu.device == "cpu" and measured:
+            # What is around a model was measured by itself.
+            for name, calls in wrapped(self.trace, collectives, self.config).items():
+                around = measured.around.get(name, {})
+                for phase, own in around.items():
+                    seconds[phase] += calls * own * self.late
+        else:
+            launch = host_seconds(self.config, fmean(each.values()))
+            each = dict.fromkeys(PHASES, launch)
+            for collective in collectives:
+                seconds[collective["phase"]] += collective["count"] * launch * self.late
+        for operation, calls in self.trace.operations.items():
+            seconds[operation.phase] += calls * each[operation.phase] * self.late
+        if self.inference:
+            # What was measured around training steps has other phases too.
+            return dict.fromkeys(PHASES, 0.0) | {"forward": seconds["forward"]}
+        return seconds
 
-    # The host launches operations: a lower bound, on a CPU beside computing.
-    each = measured.speeds(ranks).host if measured else dict.fromkeys(PHASES, gpu.launch)
-    host = dict.fromkeys(PHASES, 0.0)
-    if on_cpu and measured:
-        for name, calls in wrapped(trace, collectives, config).items():
-            for phase, own in measured.around.get(name, {}).items():
-                host[phase] += calls * own * late
-    else:
-        each = dict.fromkeys(PHASES, host_seconds(config, fmean(each.values())))
-        for collective in collectives:
-            host[collective["phase"]] += collective["count"] * each[collective["phase"]] * late
-    for operation, calls in trace.operations.items():
-        host[operation.phase] += calls * each[operation.phase] * late
+    def bubble(self, waited: float, computing: Table) -> float:
+        """Seconds in which a stage idles, while the pipeline fills and drains.
 
-    if inference:  # what was measured around training steps has other phases too
-        host = {phase: seconds * (phase == "forward") for phase, seconds in host.items()}
+        waited: seconds of a step but for its update, which every micro-batch has its part of.
+        """
+        stages = self.layout.pp
+        # Only some ranks of a node compute then: where they share memory, each is faster.
+        gained = 0.0
+        if self.gpu.measured and stages <= self.ranks_of_a_node:
+            for working in range(1, stages):
+                faster = self.computing(self.ranks_of_a_node * working // stages)
+                gained += _total(computing, but="update") - _total(faster, but="update")
+        chunks = 2 if self.config.pp_schedule == "interleaved" else 1
+        passes = self.config.gradient_accumulation * chunks
+        return ((stages - 1) * waited - 2 * gained) / passes
 
-    compute = computing(ranks)
-    table = compute.copy()  # {(phase, part): seconds}
-    if on_cpu:  # the host computes by itself
-        table.update({(phase, "launch"): seconds for phase, seconds in host.items()})
-    every = sum(seconds for (phase, _), seconds in table.items() if phase != "update")  # what every micro-batch waits
-    for (phase, overlap), found in together.items():
-        total = left = sum(c["seconds"] for c in found)
-        if overlap == ATTENTION:
-            size = len(found[0]["ranks"])
-            left = max(0, total - compute[phase, ATTENTION] * (size - 1) / size)
-        elif overlap:
-            batches = 1 if sharded else config.gradient_accumulation
-            left = min(total, max(0, total - sums(compute)[phase] / batches) + sum(map(bucket, found)))
-        left = total - (total - left) * (measured.overlap if measured else 1)
-        for collective in found:
-            part = f"communication {_kind_of(collective['group'])}"
-            table[phase, part] += left * collective["seconds"] / total if total else 0
-        every += 0 if overlap == "compute" else left
-    if not on_cpu:
-        for phase, seconds in sums(table).items():
-            is_replayed = config.enable_cuda_graphs  # the gaps between its kernels hide behind nothing
-            table[phase, "launch"] = host[phase] if is_replayed else max(0.0, host[phase] - seconds)
 
-    # A stage idles while the pipeline fills and drains. Only some ranks of a node compute then: where they share
-    # memory, each is faster.
-    gained = 0.0
-    if measured and layout.pp <= ranks:
-        for working in range(1, layout.pp):
-            faster = computing(ranks * working // layout.pp)
-            gained += sum(compute[key] - faster[key] for key in faster if key[0] != "update")
-    passes = config.gradient_accumulation * (2 if config.pp_schedule == "interleaved" else 1)
-    table["backward", "bubble"] = ((layout.pp - 1) * every - 2 * gained) / passes
+def _total(table: Table, but: str) -> float:
+    """Seconds of all phases but one."""
+    return sum(seconds for (phase, _), seconds in table.items() if phase != but)
 
-    parts: Any = Counter(dict.fromkeys(BOUNDS, 0.0))
-    bounds = Counter[Any]()
+
+def _by_phase(table: Table) -> dict[str, float]:
+    sums = dict.fromkeys(PHASES, 0.0)
+    for (phase, _), seconds in table.items():
+        sums[phase] += seconds
+    return sums
+
+
+def _by_part(table: Table) -> dict[str, float]:
+    sums = defaultdict(float, dict.fromkeys(BOUNDS, 0.0))
     for (_, part), seconds in table.items():
-        parts[part] += seconds
+        sums[part] += seconds
+    return sums
+
+
+def _bound(parts: Mapping[str, float]) -> str:
+    """What takes most of a step, in words."""
+    sums = defaultdict[str, float](float)
     for part, seconds in parts.items():
         kind, _, group = part.partition(" ")
-        bounds[BOUNDS.get(part, f"{kind} ({group})")] += seconds
-    return StepTime(
-        sum(parts.values()), MEASURED if measured else UNCALIBRATED, parts, sums(table),
-        max(bounds, key=lambda name: bounds[name]), collectives,
-    )  # fmt: skip
+        sums[BOUNDS.get(part, f"{kind} ({group})")] += seconds
+    return max(sums, key=lambda name: sums[name])
 
 
 def host_seconds(config: Config, launch: float) -> float:
@@ -237,60 +334,3 @@ def wrapped(trace: Trace, collectives: Sequence[Mapping[str, Any]], config: Conf
 
 def _kind_of(group: str) -> str:
     return group.partition("_")[0]
-
-
-@cache
-def node_shapes(ranks: tuple[int, ...], world_size: int, gpus_per_node: int) -> set[tuple[int, int]]:
-    """{(nodes, fewest ranks on a node)} of every group of a world that is laid out like this one.
-
-    Every group is this one, shifted: ranks are numbered in row-major order of the mesh.
-    """
-    offsets, seen, shapes = np.array(ranks) - min(ranks), np.zeros(world_size, dtype=bool), {}
-    while not seen.all():
-        first = int(seen.argmin())
-        seen[first + offsets] = True
-        if first % gpus_per_node not in shapes:  # groups that start at the same place of a node are placed alike
-            _, count = np.unique((first + offsets) // gpus_per_node, return_counts=True)
-            shapes[first % gpus_per_node] = len(count), int(count.min())
-    return set(shapes.values())
-
-
-def collective_time(
-    kind: str, sent: float, count: int, size: int, nodes: int, fewest: int, gpu: Gpu, ring: bool
-) -> float:
-    """Seconds of `count` collectives in which a rank sends `sent` bytes altogether.
-
-    size: ranks of the group. nodes: that the group spans. fewest: ranks of the group on a node, at least.
-    ring: each message passes all ranks (rings through all NICs of the group; Jeaugey 2019, "Massively Scale Your Deep
-    Learning Training with NCCL 2.4"); else it goes to one other rank.
-    """
-    link, nic = gpu.link * gpu.network_efficiency, gpu.nic * gpu.network_efficiency
-    hop_inside, hop_across = gpu.hop_inside, gpu.hop_across
-    if gpu.measured:
-        if size > nodes:
-            link, hop_inside = _measured(kind, 1, ring, gpu)
-        if nodes > 1:
-            nic, hop_across = _measured(kind, nodes, ring, gpu)
-    if nodes == 1:
-        seconds = sent / link
-    elif not ring:
-        seconds = sent / nic
-    elif kind == "all_to_all":
-        seconds = sent * (size - fewest) / (size - 1) / nic  # what leaves the node
-    else:
-        seconds = sent / min(link, nic * fewest)
-    if not ring:
-        hops = hop_across if nodes > 1 else hop_inside
-    else:
-        hops = (size - nodes) * hop_inside + (nodes - 1) * hop_across
-        if kind == "all_reduce":  # small messages take a tree of nodes
-            tree = (size / nodes - 1) * hop_inside + math.log2(nodes) * hop_across
-            hops = min(hops, tree)
-    return count * PASSES.get(kind, 1) * hops + seconds
-
-
-def _measured(kind, nodes, ring, gpu):
-    """(bytes/s, latency of a hop) of a measured machine, with which its own groups take what was measured."""
-    found = gpu.measured.collective("send" if not ring else kind, nodes, gpu.name)
-    hops = PASSES.get(kind, 1) * (found.ranks - 1) if ring else 1
-    return found.bandwidth, found.latency / hops
