@@ -1,13 +1,14 @@
 """Options that make the step faster or smaller compute the same thing."""
 
 import signal
+import threading
 
 import pytest
 import torch
 
 from tests.support.refusals import refusal
 from training.assembly import build_step
-from training.speed_options import apply_speed_options
+from training.speed_options import apply_speed_options, compiled
 from utils.signals import STOP_SIGNALS
 
 CPU = torch.device("cpu")
@@ -101,3 +102,9 @@ def test_a_forward_pass_that_branches_on_its_values_is_named_where_it_is_compile
     apply_speed_options(tiny_config(enable_jit=True), CPU, model)
     with refusal('enable_jit: .*, File ".*test_compute.py", line'):
         model(torch.ones(2))
+
+
+def test_a_rank_that_compiled_leaves_no_semaphore_of_the_system():
+    compiled(torch.sin)
+    lock = torch.hub.tqdm.get_lock()
+    assert type(lock) is type(threading.RLock())

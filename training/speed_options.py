@@ -1,6 +1,7 @@
 """Options that make the same model faster or smaller, applied from outside. Names and weights stay the same."""
 
 import re
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import cache, partial
@@ -74,6 +75,7 @@ def compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     # Each block is a graph of its own already: torch need not cut it at the buckets of DistributedDataParallel.
     torch._dynamo.config.optimize_ddp = False
     hold_signals_back_in_compilations()
+    lock_progress_bars_by_threads()
     run = torch.compile(forward, fullgraph=True)
 
     def call(*args, **kwargs):
@@ -98,6 +100,17 @@ def hold_signals_back_in_compilations() -> None:
     held = ExitStack()
     callback_handler.register_start_callback(lambda _: held.enter_context(stop_signals_held_back()))
     callback_handler.register_end_callback(lambda _: held.close())
+
+
+def lock_progress_bars_by_threads() -> None:
+    """From now on the progress bars of torch's compiler take a lock of this process, not a semaphore of the system.
+
+    A rank that a signal ends would leave that semaphore behind, and Python warns of it when the program ends.
+    """
+    bar = torch.hub.tqdm
+    is_real = hasattr(bar, "set_lock")  # torch has a bar of its own where tqdm is not installed
+    if is_real:
+        bar.set_lock(threading.RLock())
 
 
 def blocks_of(model: nn.Module, option: str) -> list[nn.Module]:
