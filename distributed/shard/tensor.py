@@ -31,6 +31,7 @@ from distributed.shard.spec import CannotSplit, Mesh, Pieces, Spec, as_mesh, spe
 from utils.errors import UsageError
 
 RULES: dict[Callable, Callable] = {}
+LIBRARIES: list[Callable[[], None]] = []  # each lets the functions of a library go by rules: see find_libraries
 COMPOSED = set[Callable]()  # functions whose rules call other operations on ShardTensors
 made_whole = Counter[str]()  # bytes of results that every rank has whole, by operation: see _count_whole
 NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
@@ -77,6 +78,7 @@ class ShardTensor(torch.Tensor):
         sizes: {mesh dimension: sizes of its ranks} for the dimensions with Shard; without it the ranks exchange sizes.
         Raises ValueError if sizes do not fit the local tensor.
         """
+        find_libraries()
         mesh = as_mesh(mesh)
         shape = list(local.shape)
         known_sizes: dict[int, Any] = dict(sizes or {})
@@ -202,6 +204,12 @@ def _count_whole(func, args, kwargs, result):
         parts = [x.numel() for x in flat(args, kwargs) if isinstance(x, ShardTensor) and x.spec.split_dims]
         if parts and result.numel() >= max(parts):
             made_whole[name_of(func)] += result.nbytes
+
+
+def find_libraries() -> None:
+    """Let functions of libraries go by rules, of those libraries that the program has imported by now."""
+    for find in LIBRARIES:
+        find()
 
 
 def dispatch(func: Callable, *args: Any, **kwargs: Any) -> Any:
