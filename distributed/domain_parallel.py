@@ -26,6 +26,7 @@ from distributed.protocol import SplittableAttention, points_kept_together
 from distributed.shard.operands import to_spec
 from distributed.shard.rules.attention import set_attention_method
 from distributed.shard.spec import Axes, Axis, Mesh, Spec, as_mesh, merged, whole
+from distributed.shard.tensor import find_libraries
 from distributed.shard_tensor import ShardTensor, local, part_of, reduced, replicated, set_fallback, wrap
 from distributed.sharded_units import GATHER_DTYPES
 from distributed.split import Split
@@ -96,6 +97,7 @@ def domain_parallel(
     mesh, ranks = domain_mesh(), comm.get_size("domain")
     if mesh is None:
         return None
+    find_libraries()
     for module in model.modules():
         if isinstance(module, SplittableAttention):
             check_attention(module, method, ranks, "domain parallel")

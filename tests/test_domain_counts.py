@@ -219,6 +219,10 @@ def test_the_whole_model_is_one_graph(ranks, case):
         assert worst < 1e-6
 
 
+# Of these, layer_norm's are 4 functions of torch. A slow way of a rule takes twice as many.
+PYTHON_CALLS = {"add": 5, "mul": 5, "gelu": 4, "linear": 7, "layer_norm": 8, "flatten": 8, "transpose": 7}
+
+
 def python_calls_of_operations():
     mesh = init_device_mesh("cpu", (comm.world_size(),))
     _, x = tiny_tensors(mesh)
@@ -228,5 +232,5 @@ def python_calls_of_operations():
 def test_an_operation_takes_few_python_calls(ranks):
     """The deterministic part of its cost; python -m tests.dispatch measures the microseconds."""
     for calls in ranks(2, python_calls_of_operations):
-        assert max(calls[name] for name in ("add", "mul", "gelu")) <= 6, calls
-        assert max(calls.values()) <= 32, calls
+        for name, most in PYTHON_CALLS.items():
+            assert calls[name] <= most, (name, calls)

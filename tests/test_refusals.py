@@ -67,6 +67,9 @@ def test_a_command_that_cannot_be_obeyed_is_one_line(fault, tmp_path, tiny_optio
 
 SHARD, TRAIN, MP = "train_shard", "train", "train_mp"
 NOT_HERE = "config/ViT.yaml: quick: train_shard.py goes without sequence_parallel and tp_backend dtensor"
+NO_CONTEXT = "config/ViT.yaml: quick: domain_parallel goes without context_parallel, which splits the same tokens"
+NO_PIPELINE = "config/ViT.yaml: quick: domain_parallel goes without pipeline_parallel, whose stages exchange whole"
+TWO_PARTS = {"gradient_accumulation": 2}
 RING = "ring attention cannot drop out attention weights; use gather or all_to_all"
 
 
@@ -77,6 +80,11 @@ RING = "ring attention cannot drop out attention weights; use gather or all_to_a
         (4, SHARD, {"domain_parallel": 4, "patch_size": 8},
          "quick: domain parallel: 2 rows of patches cannot be split over 4 ranks"),
         (2, SHARD, {"domain_parallel": 2, "sequence_parallel": True}, NOT_HERE),
+        (4, SHARD, {"domain_parallel": 2, "context_parallel": 2}, NO_CONTEXT),
+        (4, MP, {"domain_parallel": 2, "pipeline_parallel": 2, **TWO_PARTS}, NO_PIPELINE),
+        (8, SHARD, {"domain_parallel": "2x1", "tensor_parallel": 2, "pipeline_parallel": 2, **TWO_PARTS}, NO_PIPELINE),
+        (8, MP, {"domain_parallel": 2, "pipeline_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True,
+             **TWO_PARTS}, NO_PIPELINE),
         (4, SHARD, {"domain_parallel": 2, "tensor_parallel": 2, "tp_backend": "dtensor"}, NOT_HERE),
         (3, SHARD, {"domain_parallel": 3, "domain_method": "all_to_all", "global_batch_size": 3},
          "quick: domain parallel: all_to_all cannot split 2 heads over 3 ranks"),

@@ -212,6 +212,14 @@ def _of_options(config: Config) -> Iterator[str]:
         )
     if config.init_from is None and (config.init_map or config.init_missing != "error"):
         yield "init_map and init_missing belong to init_from, the file of weights to start with"
+    if config.domain_parallel not in (1, "1", "1x1"):
+        if config.context_parallel > 1:
+            yield "domain_parallel goes without context_parallel, which splits the same tokens: give it all their ranks"
+        if config.pipeline_parallel > 1:
+            yield (
+                "domain_parallel goes without pipeline_parallel, whose stages exchange whole tokens: split the weights "
+                "with tensor_parallel or data_parallel fsdp"
+            )
     if config.freeze and config.pipeline_parallel > 1:
         yield "freeze goes without pipeline_parallel: a stage without gradients has nothing to send back"
     if config.loss == "relative_l2" and (config.channel_weights or config.pressure_weights):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Placement
 from distributed.collectives import all_to_all, copy_to_region, divide_gradient, reduce_from_region
 from distributed.shard.redistribute import recut, sizes_of
 from distributed.shard.spec import Axes, Mesh, Pieces, Spec, as_mesh, over, part_of, spec_of, whole
-from distributed.shard.tensor import MaybeTensor, ShardTensor, local, no_rule, wrap
+from distributed.shard.tensor import MaybeTensor, ShardTensor, find_libraries, local, no_rule, wrap
 from utils.torch_private import group_named
 
 Operand = TypeVar("Operand")
@@ -146,6 +146,7 @@ def scatter_tensor(
     Shard or Replicate, as for ShardTensor.from_local; sizes are as even as possible by default. Differentiable: src
     receives the gradient. All ranks call this together. Raises ValueError on every rank if sizes do not fit.
     """
+    find_libraries()
     mesh = as_mesh(mesh)
     group = mesh.joint
     process_group = group_named(group.name)

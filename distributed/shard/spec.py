@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
@@ -159,7 +160,7 @@ class Spec:
 
     def derived(self, key: tuple, make: Callable[[], Derived]) -> Derived:
         """The result of make(), cached under a key because every training step repeats the same operations."""
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling():
             return make()
         if key not in self._derived:
             self._derived[key] = make()

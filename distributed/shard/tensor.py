@@ -17,12 +17,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, FunctionType, GetSetDescriptorType
+from types import FrameType, FunctionType, GetSetDescriptorType, NoneType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling  # one call, where is_compiling takes two
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -31,10 +32,13 @@ from distributed.shard.spec import CannotSplit, Mesh, Pieces, Spec, as_mesh, spe
 from utils.errors import UsageError
 
 RULES: dict[Callable, Callable] = {}
+LIBRARIES: list[Callable[[], None]] = []  # each lets the functions of a library go by rules: see find_libraries
 COMPOSED = set[Callable]()  # functions whose rules call other operations on ShardTensors
 made_whole = Counter[str]()  # bytes of results that every rank has whole, by operation: see _count_whole
 NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
 INSIDE = (str(Path(__file__).parent), str(Path(torch.__file__).parent))  # of ShardTensor and of torch
+# Types of arguments that are no ShardTensors, asked first: isinstance of a class of tensors takes five times as long.
+NEVER_SPLIT = {NoneType, bool, int, float, Tensor, torch.nn.Parameter}
 LocalTensors = torch._C.DisableTorchFunctionSubclass  # in this context ShardTensors behave as their local parts
 AsShardTensors = torch._C._EnableTorchFunction  # in this one again as ShardTensors
 rules_apply = torch._C._is_torch_function_enabled  # whether they do: not inside a rule
@@ -57,10 +61,10 @@ class ShardTensor(torch.Tensor):
         if kwargs and not isinstance(func, FunctionType):  # functions written in C have names of numpy's too
             kwargs = {NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
         try:
-            if rule is None or kwargs.get("out") is not None:
+            if rule is None or (kwargs and kwargs.get("out") is not None):
                 raise no_rule(func, args, kwargs, "out= is not supported" if rule else "")
             with LocalTensors():  # in a rule, ShardTensors behave as their local parts
-                result = rule(func, *args, **kwargs)
+                result = rule(func, *args, **kwargs) if kwargs else rule(func, *args)
         except (NoRule, CannotSplit, AttributeError) as error:
             return _refused(error, func, args, kwargs)  # raises it, or computes on whole tensors
         if type(result) is ShardTensor and not result.spec.split_dims:
@@ -77,6 +81,7 @@ class ShardTensor(torch.Tensor):
         sizes: {mesh dimension: sizes of its ranks} for the dimensions with Shard; without it the ranks exchange sizes.
         Raises ValueError if sizes do not fit the local tensor.
         """
+        find_libraries()
         mesh = as_mesh(mesh)
         shape = list(local.shape)
         known_sizes: dict[int, Any] = dict(sizes or {})
@@ -204,6 +209,12 @@ def _count_whole(func, args, kwargs, result):
             made_whole[name_of(func)] += result.nbytes
 
 
+def find_libraries() -> None:
+    """Let functions of libraries go by rules, of those libraries that the program has imported by now."""
+    for find in LIBRARIES:
+        find()
+
+
 def dispatch(func: Callable, *args: Any, **kwargs: Any) -> Any:
     """Call a torch function by its rule, from within a rule."""
     return ShardTensor.__torch_function__(func, (), args, kwargs)
@@ -228,7 +239,7 @@ def wrap(tensor: Tensor, spec: Spec) -> ShardTensor:
 
 def wrap_result(tensor: Tensor, spec: Spec) -> Any:
     """As `wrap`, for the result of one of torch's operations: nobody else has it, and it becomes a ShardTensor."""
-    if torch.compiler.is_compiling() or type(tensor) is not Tensor:
+    if is_dynamo_compiling() or type(tensor) is not Tensor:
         return wrap(tensor, spec)
     tensor.__class__ = ShardTensor
     tensor.spec = spec  # type: ignore[attr-defined]

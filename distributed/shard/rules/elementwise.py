@@ -66,9 +66,13 @@ def elementwise(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
     """Combine ShardTensors, plain tensors and numbers with broadcasting; in-place functions too."""
     spec = None
     for x in args:
+        if type(x) is float or type(x) is int:
+            continue
         if isinstance(x, ShardTensor):
-            spec = x.spec if spec is None else spec
-            if x.spec is not spec and x.spec != spec:
+            own = x.spec
+            if spec is None:
+                spec = own
+            elif own is not spec and own != spec:
                 break
         elif isinstance(x, Tensor):
             break

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from distributed.shard.operands import common_spec, fitted, global_shape, joint_axes, reduced, shared
 from distributed.shard.rules.along import made_whole, split_again
 from distributed.shard.spec import Spec, over, part_of, whole
-from distributed.shard.tensor import ShardTensor, dispatch, named, no_rule, rule, wrap, wrap_result
+from distributed.shard.tensor import NEVER_SPLIT, ShardTensor, dispatch, named, no_rule, rule, wrap, wrap_result
 
 LEAST_OF_A_PART = 4  # a sum that has a quarter of the elements of a rank's part, or more, is split again
 
@@ -75,7 +75,8 @@ def own_bias(bias: Tensor, out: Spec) -> Tensor:
 @rule(F.linear)
 def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = None) -> ShardTensor:
     """(..., D) x (E, D) -> (..., E). If D is split, the result is partial."""
-    if isinstance(bias, ShardTensor) or weight.dim() != 2:
+    has_split_bias = type(bias) not in NEVER_SPLIT and isinstance(bias, ShardTensor)
+    if has_split_bias or weight.dim() != 2:
         raise no_rule(func, (input, weight, bias), {}, "the bias must be a plain tensor, the weight a matrix")
     out = None
     if type(weight) is not ShardTensor:

@@ -15,7 +15,17 @@ from distributed.collectives import at_least_float32, reduce_from_region
 from distributed.shard.operands import fitted, reduced, replicated, shared
 from distributed.shard.rules.reductions import autocast_dtype, dims_of, kept, moments
 from distributed.shard.spec import Shares
-from distributed.shard.tensor import MaybeTensor, ShardTensor, dispatch, local, named, rule, wrap, wrap_result
+from distributed.shard.tensor import (
+    NEVER_SPLIT,
+    MaybeTensor,
+    ShardTensor,
+    dispatch,
+    local,
+    named,
+    rule,
+    wrap,
+    wrap_result,
+)
 
 
 class Normal(torch.autograd.Function):
@@ -88,13 +98,19 @@ def layer_norm(
     bias: Tensor | None = None, eps: float = 1e-5, cudnn_enable: bool = True,
 ) -> ShardTensor:  # fmt: skip
     """Normalize over the last dimensions, whole or split; weights have their global shape."""
-    x, dims = reduced(input), last_dims(func, input, normalized_shape)
-    if any(map(x.spec.is_split, dims)) or isinstance(weight, ShardTensor) or isinstance(bias, ShardTensor):
-        return normalized(x, dims, eps, weight, bias)[0]
-    weight, bias = shared(weight, x.spec), shared(bias, x.spec)
+    x = reduced(input) if input.spec.partial else input
+    spec = x.spec
+    first = len(spec.dims) - len(normalized_shape)
+    is_whole = not spec.split_dims or spec.split_dims[-1] < first
+    is_plain = type(weight) in NEVER_SPLIT and type(bias) in NEVER_SPLIT
+    has_split_weights = not is_plain and (isinstance(weight, ShardTensor) or isinstance(bias, ShardTensor))
+    if not is_whole or has_split_weights:
+        return normalized(x, last_dims(func, x, normalized_shape), eps, weight, bias)[0]
+    if spec.copies > 1:
+        weight, bias = shared(weight, spec), shared(bias, spec)
     if type(x) is not ShardTensor:  # a fake one bears no backward pass
-        return wrap(F.layer_norm(local(x), normalized_shape, weight, bias, eps), x.spec)
-    return wrap_result(torch.layer_norm(x, normalized_shape, weight, bias, eps), x.spec)
+        return wrap(F.layer_norm(local(x), normalized_shape, weight, bias, eps), spec)
+    return wrap_result(torch.layer_norm(x, normalized_shape, weight, bias, eps), spec)
 
 
 @rule(*named("rms_norm"))

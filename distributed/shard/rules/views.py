@@ -103,6 +103,11 @@ def reshaped(func: Callable, x: ShardTensor, shape: Iterable[int]) -> ShardTenso
     """The tensor in a new global shape, after it is cut in other sizes where it must be. One size may be -1."""
     shape = tuple(shape)
     new, cut = x.spec.derived(("reshape", shape), lambda: reshaped_spec(func, x, list(shape)))
+    return in_shape(func, x, new, cut)
+
+
+def in_shape(func: Callable, x: ShardTensor, new: Spec, cut: Cut) -> ShardTensor:
+    """The tensor in the shape of a result of reshaped_spec."""
     part = recut(local(x), x.spec, cut)[0] if cut else x
     return wrap_result(part.view(new.local_shape) if func == Tensor.view else part.reshape(new.local_shape), new)
 
@@ -126,9 +131,15 @@ def numbers(given: Sequence[Any], keywords: dict[str, Any]) -> tuple[int, ...]:
 @rule(*named("flatten", "ravel"))
 def flatten(func: Callable, x: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> ShardTensor:
     """Flatten several dimensions to one, which keeps their axes."""
-    shape = x.spec.shape or (1,)
-    start, end = start_dim % len(shape), end_dim % len(shape)
-    return reshaped(func, x, (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]))
+
+    def flattened():
+        shape = x.spec.shape or (1,)
+        start, end = start_dim % len(shape), end_dim % len(shape)
+        length = math.prod(shape[start : end + 1])
+        return reshaped_spec(func, x, [*shape[:start], length, *shape[end + 1 :]])
+
+    new, cut = x.spec.derived(("flatten", start_dim, end_dim), flattened)
+    return in_shape(func, x, new, cut)
 
 
 @rule(*named("unflatten"))
@@ -154,9 +165,15 @@ def permute(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> 
 @rule(*named("transpose", "swapaxes", "swapdims"))
 def transpose(func: Callable, input: ShardTensor, dim0: int, dim1: int) -> ShardTensor:
     """Swap two dimensions and their axes."""
-    dims = list(range(len(input.spec.dims)))
-    dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
-    return permute(func, input, dims)
+    spec = input.spec
+
+    def swapped():
+        dims = list(spec.dims)
+        dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+        return spec.with_dims(dims)
+
+    part = input.transpose(dim0, dim1)
+    return wrap_result(part, spec.derived(("transpose", dim0, dim1), swapped))
 
 
 @rule(*named("mT", "t"))
