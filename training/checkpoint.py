@@ -3,7 +3,8 @@
 One folder per checkpoint, `iter-00000500`: every rank's tensors in a safetensors file, by torch.distributed.checkpoint,
 which reshards them for whoever loads them; everything else (iteration, running sums, scaler state, config) in
 `complete.json`. That file is the completion marker: written last, it lists every other file with size and SHA-256. The
-folder is written under a temporary name and then renamed.
+folder is written under a temporary name and then renamed. A file is hashed while it is written, and not read back: what
+a disk garbles is found at the next load, for which each rank hashes its share of the files.
 `python -m tools.checkpoint` shows a checkpoint, and exports its weights.
 """
 
@@ -15,7 +16,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from training.checkpoint_files import MARKER, CheckpointError, Marker, ShardWriter, digest, read_losses, verify
+from training.checkpoint_files import (
+    MARKER,
+    CheckpointError,
+    Marker,
+    ShardWriter,
+    digest,
+    read_losses,
+    verify,
+    verify_together,
+)
 from training.model_state import collect_weights, restore_weights
 from training.muon import Muon
 from training.random_streams import RandomStreams, accelerator
@@ -240,11 +250,12 @@ class CheckpointFolder:
         """Read the newest whole checkpoint into `tensors`; returns its marker, or None where there is none.
 
         tensors: of `collect_state`, in any layout; each rank reads what it holds.
-        A half-written or damaged one is passed over with a warning.
+        A half-written or damaged one is passed over with a warning, by all ranks alike. Raises UsageError, on every
+        rank, for one that holds something else, and for a file that rank 0 sees and another rank does not.
         """
         self.wait()
         self._connect()
-        found = comm.on_main(lambda: first_whole(self.folders()))
+        found = first_whole(comm.on_main(self.folders), verify_together)
         if found is None:
             return None
         folder, marker = found
@@ -284,11 +295,16 @@ class CheckpointFolder:
                 shutil.rmtree(folder)
 
 
-def first_whole(folders: Iterable[Path]) -> tuple[Path, Marker] | None:
-    """Folder and marker of the first whole one of these checkpoints, None where there is none."""
+def first_whole(folders: Iterable[Path], verify: Callable[[Path], Marker] = verify) -> tuple[Path, Marker] | None:
+    """Folder and marker of the first whole one of these checkpoints, None where there is none.
+
+    verify: gives the marker of a whole checkpoint, and raises CheckpointError for another; by default that of one
+    process alone.
+    """
     for folder in folders:
         try:
             return folder, verify(folder)
         except CheckpointError as error:
-            log.warning("%s; passing over it", error)
+            if comm.is_main():
+                log.warning("%s; passing over it", error)
     return None
