@@ -18,17 +18,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, FunctionType, GetSetDescriptorType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distributed.shard.redistribute import as_dtensor, chunks, redistribute
 from distributed.shard.spec import CannotSplit, Mesh, Pieces, Spec, as_mesh, spec_of
 from utils.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
 RULES: dict[Callable, Callable] = {}
 COMPOSED = set[Callable]()  # functions whose rules call other operations on ShardTensors
@@ -69,7 +71,7 @@ class ShardTensor(torch.Tensor):
 
     @classmethod
     def from_local(
-        cls, local: Tensor, mesh: DeviceMesh | Mesh, placements: Sequence[Placement], sizes: Pieces | None = None
+        cls, local: Tensor, mesh: DeviceMesh | Mesh, placements: Sequence["Placement"], sizes: Pieces | None = None
     ) -> "ShardTensor":
         """Make a ShardTensor of the local tensors of all ranks; differentiable.
 
@@ -77,6 +79,8 @@ class ShardTensor(torch.Tensor):
         sizes: {mesh dimension: sizes of its ranks} for the dimensions with Shard; without it the ranks exchange sizes.
         Raises ValueError if sizes do not fit the local tensor.
         """
+        from torch.distributed.tensor import Shard  # slow to import
+
         mesh = as_mesh(mesh)
         shape = list(local.shape)
         known_sizes: dict[int, Any] = dict(sizes or {})
@@ -94,12 +98,12 @@ class ShardTensor(torch.Tensor):
         return wrap(local, spec)
 
     @classmethod
-    def from_dtensor(cls, tensor: DTensor) -> "ShardTensor":
+    def from_dtensor(cls, tensor: "DTensor") -> "ShardTensor":
         """The ShardTensor of a DTensor, on the same mesh."""
         mesh, shape, placements = tensor.device_mesh, tensor.shape, tensor.placements
         return wrap(tensor.to_local(), spec_of(mesh, shape, placements, chunks(shape, placements, mesh)))
 
-    def to_dtensor(self) -> DTensor:
+    def to_dtensor(self) -> "DTensor":
         """The DTensor of this tensor, redistributed first if its pieces are not those of torch.chunk."""
         mesh, shape, placements = self.mesh, self.spec.shape, self.placements
         part, _ = redistribute(local(self), self.spec, placements, chunks(shape, placements, mesh))
@@ -111,7 +115,7 @@ class ShardTensor(torch.Tensor):
         return self.spec.mesh.device_mesh
 
     @property
-    def placements(self) -> tuple[Placement, ...]:
+    def placements(self) -> tuple["Placement", ...]:
         """As DTensor's: Shard(dim), Replicate() or Partial() for every dimension of the mesh."""
         return self.spec.placements
 
@@ -123,7 +127,7 @@ class ShardTensor(torch.Tensor):
         """Apply a function that keeps the shape, such as a collective over other ranks, to the local part."""
         return wrap(function(local(self), *args), self.spec)
 
-    def redistribute(self, placements: Sequence[Placement], sizes: Pieces | None = None) -> "ShardTensor":
+    def redistribute(self, placements: Sequence["Placement"], sizes: Pieces | None = None) -> "ShardTensor":
         """The same tensor with other `placements` (and `sizes`, see from_local); differentiable.
 
         Shard to Shard is one all-to-all, Shard to Replicate an all-gather, Partial to Replicate an all-reduce, Partial
@@ -133,6 +137,8 @@ class ShardTensor(torch.Tensor):
 
     def replicate(self) -> "ShardTensor":
         """The same tensor as a whole copy on every rank."""
+        from torch.distributed.tensor import Replicate  # slow to import
+
         return self.redistribute([Replicate()] * len(self.spec.mesh.groups))
 
     def full_tensor(self) -> Tensor:
