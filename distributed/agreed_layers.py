@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from utils.errors import UsageError
 from utils.host_random import host_generators
@@ -27,6 +26,8 @@ class LayerWatch:
     """Compares, over the ranks of a group, the calls of a model's units. Made after fully_shard."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, device: torch.device, strategy: str):
+        from torch.distributed.fsdp import FSDPModule  # slow to import
+
         self.group, self.device, self.strategy = group, device, strategy
         self.found: Any = None  # states of the host's generators as the model was called; None outside of its call
         self.has_drawn = False

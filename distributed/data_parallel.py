@@ -22,8 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.agreed_layers import LayerWatch
@@ -36,6 +34,7 @@ from distributed.weight_shards import fill_weights
 from utils import comm
 from utils.device import library, on_capture_stream
 from utils.errors import LayoutError, UsageError, first_line
+from utils.sharded import is_dtensor, is_fsdp_module
 
 SHARDED = ("zero2", "fsdp", "hsdp")
 OF_DTYPES = re.compile(r"\btypes?\b|dtype|BFloat16|Half")  # in messages of torch
@@ -71,6 +70,8 @@ def fully_shard_model(
     """
     if not is_sharded(options):
         return set()
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard  # slow
+
     for parameter in model.parameters():
         if not parameter.is_contiguous():  # a part of it is one piece of memory
             parameter.data = parameter.data.contiguous()
@@ -228,7 +229,7 @@ def check_types(model: nn.Module, options: DataParallelOptions) -> None:
 def gather_once(model: nn.Module) -> None:
     """Gather each unit once: one that the model skips in all micro-batches of a step lacks what torch expects of it."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_fsdp_module(module):
             module.unshard()
             module.reshard()
 
@@ -252,7 +253,7 @@ def allocate(module: nn.Module, device: torch.device, cpu_offload: bool) -> None
     """Give a module on the meta device memory; with cpu_offload in host memory for what fully_shard has split."""
 
     def empty(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device="cpu" if cpu_offload and isinstance(tensor, DTensor) else device)
+        return torch.empty_like(tensor, device="cpu" if cpu_offload and is_dtensor(tensor) else device)
 
     module._apply(empty)  # as to_empty, which knows one device for all tensors
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.collectives import as_group, gather_from_region
@@ -17,6 +15,7 @@ from distributed.split import Split
 from distributed.tensor_parallel import reduce_partial_gradients
 from utils import comm
 from utils.errors import UsageError
+from utils.sharded import is_dtensor, is_fsdp_module
 
 if TYPE_CHECKING:  # slow to import, and only rung 3 has one
     from distributed.pipeline import Pipeline
@@ -71,7 +70,7 @@ class ParallelModel:
         parts = list(zip(x.chunk(count), y.chunk(count), strict=True))
         for number, part in enumerate(parts, 1):
             last = number == len(parts)
-            if isinstance(self.module, FSDPModule):
+            if is_fsdp_module(self.module):
                 self.module.set_requires_gradient_sync(last)
             if self.replicated and not last:
                 with cast(DistributedDataParallel, self.module).no_sync():
@@ -136,7 +135,7 @@ class ParallelModel:
     @torch.no_grad()
     def clip_gradients(self, square: Tensor, max_norm: float) -> None:
         """Scale all gradients so that their L2 norm, over all ranks, is at most max_norm. square: of squared_norm."""
-        if comm.get_size("tp_pp") > 1 or self.split.specs or isinstance(self.module, FSDPModule):
+        if comm.get_size("tp_pp") > 1 or self.split.specs or is_fsdp_module(self.module):
             square = comm.all_reduce(square.clone())
         else:  # every rank has all gradients
             square = square * comm.world_size()
@@ -153,7 +152,7 @@ class ParallelModel:
             parts = comm.get_size("pp")
             parts *= comm.get_size("tp") if name in self.split.dims else 1
             parts *= comm.get_size("domain") if name in self.split.specs else 1
-            if isinstance(grad, DTensor):
+            if is_dtensor(grad):
                 for placement, size in zip(grad.placements, grad.device_mesh.shape, strict=True):
                     is_split = hasattr(placement, "dim")  # also torch's _StridedShard, which is no Shard
                     if is_split:

@@ -19,7 +19,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from distributed.collectives import (
     AnyGroup,
@@ -32,6 +31,7 @@ from distributed.collectives import (
 from distributed.layers import ColumnParallelLinear, RankRandom, RowParallelLinear, to_compute_dtype
 from distributed.protocol import SplittableAttention, SplittableMLP, check_transformer
 from utils.errors import LayoutError
+from utils.sharded import is_dtensor
 
 
 def tensor_parallel(model: nn.Module, group: AnyGroup, sequence_parallel: bool = False) -> dict[str, int]:
@@ -126,7 +126,7 @@ def reduce_partial_gradients(model: nn.Module, group: AnyGroup) -> None:
         for name in getattr(module, "partial_gradients", ()):
             grad = getattr(module, name).grad
             if grad is not None:
-                grads.append(grad.to_local() if isinstance(grad, DTensor) else grad)
+                grads.append(grad.to_local() if is_dtensor(grad) else grad)
     if grads and group.size > 1:
         fused = reduce_from_region(torch.cat([grad.flatten() for grad in grads]), group)
         parts = fused.split([grad.numel() for grad in grads])

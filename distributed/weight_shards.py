@@ -5,12 +5,11 @@ global tensors that it belongs to.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from distributed.collectives import shard
 from distributed.shard.redistribute import as_dtensor
@@ -18,6 +17,10 @@ from distributed.shard.spec import part_of
 from distributed.shard.tensor import wrap
 from distributed.split import Split
 from utils import comm
+from utils.sharded import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Tensors = dict[str, Any]  # {"model" or "ema": {name: weight}, "optimizer": {name: {moment: tensor}}, ...}
 
@@ -38,12 +41,12 @@ def fill_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]], split:
             value = shard(value, split.dims[name], comm.get_rank("tp"), comm.get_size("tp"))
         if name in split.specs:
             value = part_of(value, split.specs[name])
-        if isinstance(parameter, DTensor):
+        if is_dtensor(parameter):
             value, parameter = local_part(value, parameter), parameter.to_local()
         parameter.copy_(value)
 
 
-def local_part(full: Tensor, parameter: DTensor) -> Tensor:
+def local_part(full: Tensor, parameter: "DTensor") -> Tensor:
     """This rank's part of the full value of a DTensor: split over tp first, then over the data-parallel ranks."""
     mesh = parameter.device_mesh
     dims = zip(mesh.mesh_dim_names or (), parameter.placements, mesh.shape, mesh.get_coordinate() or (), strict=True)
@@ -88,8 +91,10 @@ def _global(tensor, name, split):
 
 def _as_part(tensor, dim):
     """This rank's piece along `dim` of the whole tensor; it may in turn be sharded by fully_shard."""
+    from torch.distributed.tensor import Shard  # slow to import
+
     shape, placements, local, mesh = list(tensor.shape), [], tensor, comm.get_mesh("tp")
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         placements, local = list(tensor.placements), tensor.to_local()
         # tp comes first: a row that is split twice is split by tp, and each piece by the data-parallel ranks.
         ranks = _ranks().reshape(-1, *tensor.device_mesh.shape)

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from distributed.collectives import Group, all_to_all, as_group
 from distributed.shard.redistribute import chunk_sizes_of
 from utils import comm
 from utils.layout import Sizes, shard_sizes
+from utils.sharded import is_dtensor
 
 
 class Cut(NamedTuple):
@@ -42,7 +42,7 @@ def cuts_of(parameter: Tensor, tp_dim: int | None) -> Cuts:
     if tp_dim is not None:
         group = as_group(comm.get_group("tp"))
         cuts.append(Cut(tp_dim, shard_sizes(sizes[tp_dim] * group.size, group.size), group))
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
         mesh = parameter.device_mesh
         names = mesh.mesh_dim_names or ()
         order = sorted(range(mesh.ndim), key=lambda number: names[number] != "tp")  # tp cuts first

@@ -6,16 +6,28 @@ import pickle
 import signal
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 from tests.support import programs
 from tests.support.refusals import refusal
 from training import checkpoint_files
 from training.checkpoint import CheckpointFolder, collect_state, restore_state
-from training.checkpoint_files import MARKER, CheckpointError, verify
+from training.checkpoint_files import (
+    DTYPES,
+    MARKER,
+    CheckpointError,
+    bytes_of,
+    describe,
+    verify,
+    write_safetensors,
+)
 from utils import comm
+from utils.errors import UsageError
 
 
 def model_and_optimizer(seed):
@@ -87,7 +99,7 @@ def held_write(monkeypatch):
 
     def held(*args):
         assert released.wait(30)
-        write(*args)
+        return write(*args)
 
     monkeypatch.setattr(checkpoint_files, "write_safetensors", held)
     yield released
@@ -170,7 +182,7 @@ def full_disk(*_args, **_kwargs):
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("name", ["checkpoint.whole_file", "checkpoint_files.save_file"])
+@pytest.mark.parametrize("name", ["checkpoint.whole_file", "checkpoint_files.write_and_hash"])
 @pytest.mark.parametrize("wait", [True, False], ids=["at once", "in the background"])
 def test_a_full_disk_is_an_oserror_and_leaves_the_checkpoint_before(folder, monkeypatch, name, wait):
     save(folder, 1)
@@ -184,6 +196,108 @@ def test_a_full_disk_is_an_oserror_and_leaves_the_checkpoint_before(folder, monk
     assert load(folder)[0]["iteration"] == 1
     save(folder, 2)
     assert {path.name for path in folder.path.iterdir()} == {"iter-00000001", "iter-00000002"}
+
+
+def tensors_of_every_dtype():
+    """Of several sizes, one without a dimension and one without an element."""
+    shapes = {"two": (3, 5), "none": (), "empty": (0, 4), "Höhe, 2 m": (7,)}
+    found = {}
+    for dtype in DTYPES:
+        for name, shape in shapes.items():
+            found[f"{name} {dtype}"] = torch.randn(shape).abs().to(dtype)
+    return found
+
+
+def test_a_file_is_what_the_safetensors_library_reads(tmp_path):
+    written, path = tensors_of_every_dtype(), tmp_path / "some.safetensors"
+    told = write_safetensors(path, written, {"format": "pt"})
+    assert told == describe(path)
+    read = load_file(path)
+    assert read.keys() == written.keys()
+    for name, tensor in written.items():
+        assert read[name].dtype == tensor.dtype and read[name].shape == tensor.shape
+        assert bytes(bytes_of(read[name])) == bytes(bytes_of(tensor)), name
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_a_dtype_without_a_name_in_the_format_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"a: torch.complex128 cannot be written"):
+        write_safetensors(tmp_path / "some", {"a": torch.zeros(1, dtype=torch.complex128)}, {})
+
+
+def test_a_save_hashes_what_it_writes_and_reads_no_file_back(folder, monkeypatch):
+    def refuse(path):
+        raise AssertionError(f"{path} is read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_files, "describe", refuse)
+        path = save(folder, 1)
+    assert verify(path)["iteration"] == 1
+
+
+def test_a_process_that_can_start_no_thread_writes_and_hashes_all_the_same(folder, monkeypatch):
+    """At its end, a process starts no more threads, and may still have a write in flight."""
+
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(checkpoint_files._Hashing, "start", refuse)
+    assert verify(save(folder, 1))["iteration"] == 1
+
+
+def save_two(path):
+    """Run on every rank: two checkpoints of one state, of which each rank writes a file."""
+    folder = CheckpointFolder(path, keep=2)
+    for iteration in (1, 2):
+        folder.save(iteration, collect_state(*model_and_optimizer(0)), {}, wait=True)
+
+
+def load_newest(path, hidden=()):
+    """Run on every rank: iteration of the checkpoint that is taken, and the files that this rank hashed.
+
+    hidden: names of files that rank 1 does not see.
+    """
+    hashed, whole, exists = [], checkpoint_files.describe, Path.exists
+
+    def counted(path):
+        hashed.append(path.name)
+        return whole(path)
+
+    def seen(path, **kwargs):
+        is_hidden = path.name in hidden and comm.rank() == 1
+        return exists(path, **kwargs) and not is_hidden
+
+    with mock.patch.object(checkpoint_files, "describe", counted), mock.patch.object(Path, "exists", seen):
+        try:
+            marker = CheckpointFolder(path, keep=2).load_newest(collect_state(*model_and_optimizer(9)))
+        except UsageError as error:
+            return str(error), hashed
+    return marker["iteration"], hashed
+
+
+FILES = ["shard-00000.safetensors", "shard-00001.safetensors"]
+
+
+def test_each_rank_hashes_its_share_of_the_files(ranks, tmp_path):
+    ranks(2, save_two, tmp_path)
+    assert ranks(2, load_newest, tmp_path) == [(2, FILES[:1]), (2, FILES[1:])]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", [flip_bit, lambda path: os.truncate(path, 100), Path.unlink],
+                         ids=["flipped", "truncated", "missing"])  # fmt: skip
+def test_all_ranks_pass_over_what_one_of_them_finds_damaged(ranks, tmp_path, name, damage):
+    ranks(2, save_two, tmp_path)
+    damage(tmp_path / "iter-00000002" / name)
+    assert [iteration for iteration, _ in ranks(2, load_newest, tmp_path)] == [1, 1]
+
+
+def test_a_file_that_one_rank_does_not_see_is_no_damage(ranks, tmp_path):
+    """A run would begin anew, or go on from an older checkpoint, where a folder is not shared among hosts."""
+    ranks(2, save_two, tmp_path)
+    for error, _ in ranks(2, load_newest, tmp_path, FILES):
+        assert "rank 1 on" in error and f"does not see {FILES[1]}, which rank 0 sees" in error
 
 
 def test_others_may_read_a_checkpoint_as_far_as_the_umask_says(folder):
@@ -200,7 +314,7 @@ def one_rank_has_a_full_disk(path):
 
     def held(*args):
         assert released.wait(30)
-        (full_disk if full.is_set() and comm.rank() == 1 else write)(*args)
+        return (full_disk if full.is_set() and comm.rank() == 1 else write)(*args)
 
     checkpoint_files.write_safetensors = held
     try:
@@ -238,7 +352,7 @@ begun, write = threading.Event(), checkpoint_files.write_safetensors
 def slow(*args):
     begun.set()
     threading.Event().wait(float(sys.argv[3]))
-    write(*args)
+    return write(*args)
 checkpoint_files.write_safetensors = slow
 folder.save(2, tensors, {})
 begun.wait()

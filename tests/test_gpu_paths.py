@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from distributed import attention
@@ -276,7 +277,7 @@ def test_the_host_is_at_most_two_batches_ahead_of_a_gpu(monkeypatch):
 def test_pinned_copies_of_a_checkpoint_are_freed_on_the_device_of_the_rank(monkeypatch, tmp_path):
     """A call of CUDA in a thread makes a context on the thread's device, 0 unless it is set: hundreds of MB."""
     current, dropped, pinned, freed_on = threading.local(), threading.Event(), [], []
-    index, save = lambda: getattr(current, "index", 0), checkpoint.dcp.save
+    index, save = lambda: getattr(current, "index", 0), dcp.save
     for name, value in {
         "is_available": lambda: True,
         "synchronize": lambda: None,
@@ -291,7 +292,7 @@ def test_pinned_copies_of_a_checkpoint_are_freed_on_the_device_of_the_rank(monke
         cudaHostUnregister=lambda address: freed_on.append(index()) or 0,
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(checkpoint.dcp, "save", lambda *args, **options: dropped.wait(20) and save(*args, **options))
+    monkeypatch.setattr(dcp, "save", lambda *args, **options: dropped.wait(20) and save(*args, **options))
     torch.accelerator.set_device_index(3)
     folder = checkpoint.CheckpointFolder(tmp_path, keep=1)
     folder.save(1, {"model": {"weight": torch.ones(64)}}, {})  # the tensor, and torch's buffer for it, end here

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.shard_parity import Case, X, refused
+from distributed.shard.rules.reductions import moments
+from distributed.shard_tensor import local
+from tests.support.shard_parity import Case, X, domain_mesh, draw, errors, evaluate, refused, split
 
 LAYER, GROUPS, CHANNELS = "F.layer_norm(x * 2 + 3, {}, y, z)", "F.group_norm(x * 2 + 3, {}, y, z)", ((6,), (6,))
 BATCH = "F.batch_norm(x * 2 + 3, None, None, y, z, training=True)"
@@ -57,3 +60,83 @@ def test_norms_on_a_plane_of_ranks_are_those_of_the_whole(ranks):
     images = [X((2, 6, 5, 4), *split) for split in splits]
     found = [Case(code, (x,), weights, (2, 2)) for x in images for code, weights in NORMS.items()]
     assert ranks(4, refused, found)[0] == set()
+
+
+FAR = {  # of x (B, 6, 200, 8), of which some ranks hold few rows and one none
+    "F.group_norm(x, 3, y, z)": CHANNELS,
+    "F.layer_norm(x, (200, 8), y, z)": ((200, 8), (200, 8)),
+    "F.batch_norm(x, None, None, y, z, training=True)": CHANNELS,
+    "F.instance_norm(x, None, None, y, z)": CHANNELS,
+    "x.var((2, 3))": (),
+    "x.std()": (),
+    "x.var(2, correction=0)": (),
+}
+
+
+def far_cases():
+    x = X((2, 6, 200, 8), (2,), {0: (150, 0, 50)})
+    return [Case(code, (x,), weights) for code, weights in FAR.items()]
+
+
+def all_errors(cases, mean):
+    return [errors(case, mean) for case in cases]
+
+
+def test_statistics_of_a_mean_far_from_zero_lose_no_more_digits_than_whole(ranks):
+    """A float32 near 10,000 is known to 0.0005, so this is the error of a deviation of 1 that no method avoids."""
+    for case, found in zip(far_cases(), ranks(3, all_errors, far_cases(), 1e4)[0], strict=True):
+        for whole, parts in found:
+            assert parts < max(1e-3, 1.5 * whole), f"{case.function}: {found}"
+
+
+def test_statistics_of_half_precision_are_those_of_float32(ranks):
+    """The result alone is rounded to bfloat16, which has 8 digits, so 1/256."""
+    cases = [case._replace(dtype=torch.bfloat16) for case in far_cases()]
+    for case, found in zip(cases, ranks(3, all_errors, cases, 2.0)[0], strict=True):
+        for whole, parts in found:
+            assert parts < max(4e-3, 1.1 * whole), f"{case.function}: {found}"
+
+
+class NewBuffers(TorchDispatchMode):
+    """Collects the operations that give a new tensor of some size, and those that compute a variance."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.made, self.variances = size, [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        name = func.overloadpacket.__name__
+        is_new = isinstance(out, torch.Tensor) and not any(a.alias_info for a in func._schema.returns)
+        if is_new and out.numel() == self.size:
+            self.made.append(name)
+        if name.startswith("var"):
+            self.variances.append(name)
+        return out
+
+
+def buffers(code, weights):
+    """Run on every rank: NewBuffers of the forward and of the backward pass of one rank of a norm."""
+    x = X((2, 6, 40, 8), (2,))
+    part = split(draw(x.shape, torch.float32, 0), x, domain_mesh())
+    scaling = [draw(shape, torch.float32, 1) for shape in weights]
+    with NewBuffers(local(part).numel()) as forward:
+        y = evaluate(part, *scaling, code=code)
+    y = local(y)
+    grad = torch.ones_like(y)
+    with NewBuffers(local(part).numel()) as backward:
+        y.backward(grad)
+    return [(found.made, found.variances) for found in (forward, backward)]
+
+
+@pytest.mark.parametrize("code", ["F.group_norm(x, 3, y, z)", BATCH.replace("x * 2 + 3", "x")])
+def test_a_split_norm_makes_two_buffers_of_the_size_of_its_input_in_each_pass(ranks, code):
+    """Each further one is a pass over memory. torch.var_mean takes ten times as long as mean and deviations."""
+    for made, variances in ranks(2, buffers, code, CHANNELS)[0]:
+        assert len(made) <= 2, made
+        assert not variances
+
+
+def test_moments_have_second_derivatives():
+    x = draw((3, 4, 2), torch.float64, 0)
+    assert torch.autograd.gradgradcheck(lambda x: moments(x, (1, 2), None)[:2], x)

@@ -34,8 +34,8 @@ SETTINGS = {
     "OMP_WAIT_POLICY=PASSIVE": {"OMP_WAIT_POLICY": "PASSIVE"},
     "one thread": {"OMP_NUM_THREADS": "1"},
 }
-STEPS = {"alone": 20, "beside other work": 5}  # where threads wait for a core, a step takes seconds
-ROUNDS = 5
+STEPS = {"alone": 20, "beside other work": 4}  # where threads wait for a core, a step takes seconds
+ROUNDS = 3
 
 
 def main():

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+
+from utils.sharded import is_dtensor, is_fsdp_module
 
 
 class AveragedWeights:
@@ -47,7 +47,7 @@ class AveragedWeights:
     @torch.no_grad()
     def _exchange(self):
         for module in self.model.modules():
-            if isinstance(module, FSDPModule):
+            if is_fsdp_module(module):
                 module.reshard()  # what it has gathered would be neither the one nor the other
         averages, parameters = self._pairs()
         for average, parameter in zip(averages, parameters, strict=True):
@@ -59,5 +59,5 @@ class AveragedWeights:
         """The averages and the parameters, as this rank holds them."""
         parameters = [p.detach() for p in self.model.parameters()]
         both = list(self.weights.values()), parameters
-        averages, current = ([t.to_local() if isinstance(t, DTensor) else t for t in tensors] for tensors in both)
+        averages, current = ([t.to_local() if is_dtensor(t) else t for t in tensors] for tensors in both)
         return averages, current

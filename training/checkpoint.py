@@ -3,7 +3,8 @@
 One folder per checkpoint, `iter-00000500`: every rank's tensors in a safetensors file, by torch.distributed.checkpoint,
 which reshards them for whoever loads them; everything else (iteration, running sums, scaler state, config) in
 `complete.json`. That file is the completion marker: written last, it lists every other file with size and SHA-256. The
-folder is written under a temporary name and then renamed.
+folder is written under a temporary name and then renamed. A file is hashed while it is written, and not read back: what
+a disk garbles is found at the next load, for which each rank hashes its share of the files.
 `python -m tools.checkpoint` shows a checkpoint, and exports its weights.
 """
 
@@ -15,29 +16,36 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from training.checkpoint_files import MARKER, CheckpointError, Marker, ShardWriter, digest, read_losses, verify
+from training.checkpoint_files import (
+    MARKER,
+    CheckpointError,
+    Marker,
+    digest,
+    read_losses,
+    verify,
+    verify_together,
+)
 from training.model_state import collect_weights, restore_weights
 from training.muon import Muon
 from training.random_streams import RandomStreams, accelerator
-from training.rehearsal import rehearse
 from utils import comm
 from utils.errors import UsageError, first_line
 from utils.files import sync_folder, whole_file
+from utils.sharded import is_dtensor
 from utils.torch_private import VERSION
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.staging import DefaultStager
 
 EXIT_SECONDS = 10  # what a process that ends with a write in flight gives it
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process does not need it
@@ -127,14 +135,18 @@ def _local(optimizer: Optimizer) -> Optimizer:
 
 def _from_the_start(tensor: Tensor) -> Tensor:
     """The stager fails on a DTensor whose local part begins in the middle of its memory (a parameter in a bucket)."""
-    if not isinstance(tensor, DTensor) or tensor.to_local().storage_offset() == 0:
+    if not is_dtensor(tensor) or tensor.to_local().storage_offset() == 0:
         return tensor
+    from torch.distributed.tensor import DTensor  # slow to import
+
     where: dict[str, Any] = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
     return DTensor.from_local(tensor.to_local().clone(), tensor.device_mesh, tensor.placements, **where)
 
 
-def _new_stager() -> DefaultStager:
+def _new_stager() -> "DefaultStager":
     """The stager: it copies tensors to host memory, on CUDA into pinned buffers that it keeps for the next save."""
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions  # slow to import
+
     cuda = torch.cuda.is_available()
     return DefaultStager(StagingOptions(cuda, False, False, use_non_blocking_copy=cuda))
 
@@ -156,7 +168,7 @@ class CheckpointFolder:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._group: dist.ProcessGroup | None = None
-        self._stager = _new_stager()
+        self._stager: DefaultStager | None = None
 
     def save(
         self,
@@ -178,7 +190,7 @@ class CheckpointFolder:
         final = self.path / f"iter-{iteration:08d}"
         marker: Marker = {"iteration": iteration, "val_loss": val_loss, "world_size": comm.world_size()}
         marker |= {"config": self.config, "trainer": trainer_state}
-        if VERSION < (2, 13):  # there a stager is spent after one use
+        if self._stager is None or VERSION < (2, 13):  # there a stager is spent after one use
             self._stager = _new_stager()
         copies = self._stager.stage(tree_map(_from_the_start, tensors))
         device = torch.accelerator.current_device_index() if accelerator() else None
@@ -213,6 +225,10 @@ class CheckpointFolder:
 
     def _write(self, tensors: State, marker: Marker, final: Path, device: int | None) -> None:
         """In the background, on every rank."""
+        import torch.distributed.checkpoint as dcp  # slow to import
+
+        from training.checkpoint_writer import ShardWriter
+
         if device is not None:  # a thread begins on device 0, where freeing pinned copies would take memory
             torch.accelerator.set_device_index(device)
         started = time.perf_counter()
@@ -220,7 +236,7 @@ class CheckpointFolder:
         writer = ShardWriter(writing, lambda files: self._complete(writing, final, {**marker, "files": files}))
         try:
             dcp.save(tensors, storage_writer=writer, process_group=self._group)
-        except CheckpointException as error:  # wraps what went wrong on each rank; every rank gets it
+        except dcp.CheckpointException as error:  # wraps what went wrong on each rank; every rank gets it
             self._error = next(iter(error.failures.values()))[0]
         except Exception as error:
             self._error = error
@@ -240,27 +256,32 @@ class CheckpointFolder:
         """Read the newest whole checkpoint into `tensors`; returns its marker, or None where there is none.
 
         tensors: of `collect_state`, in any layout; each rank reads what it holds.
-        A half-written or damaged one is passed over with a warning.
+        A half-written or damaged one is passed over with a warning, by all ranks alike. Raises UsageError, on every
+        rank, for one that holds something else, and for a file that rank 0 sees and another rank does not.
         """
         self.wait()
         self._connect()
-        found = comm.on_main(lambda: first_whole(self.folders()))
+        found = first_whole(comm.on_main(self.folders), verify_together)
         if found is None:
             return None
+        import torch.distributed.checkpoint as dcp  # slow to import
+
         folder, marker = found
-        reader = HuggingFaceStorageReader(str(folder))
+        reader = dcp.HuggingFaceStorageReader(str(folder))
         stored = reader.read_metadata().state_dict_metadata
         # The random state of a rank or device that the run did not have before is not there.
         tensors["random"] = {name: t for name, t in tensors["random"].items() if f"random.{name}" in stored}
         try:
             dcp.load(tensors, storage_reader=reader, process_group=self._group)
-        except CheckpointException as error:
+        except dcp.CheckpointException as error:
             cause = error.failures[min(error.failures)][0]
             raise UsageError(f"{folder}: does not hold the state of this run: {first_line(cause)}") from None
         return marker
 
     def rehearse(self, tensors: State) -> None:
         """Try out a checkpoint of these tensors, on all ranks together; raises UsageError as rehearsal.rehearse."""
+        from training.rehearsal import rehearse  # slow to import
+
         self._connect()
         rehearse(tensors, self._group)
 
@@ -284,11 +305,16 @@ class CheckpointFolder:
                 shutil.rmtree(folder)
 
 
-def first_whole(folders: Iterable[Path]) -> tuple[Path, Marker] | None:
-    """Folder and marker of the first whole one of these checkpoints, None where there is none."""
+def first_whole(folders: Iterable[Path], verify: Callable[[Path], Marker] = verify) -> tuple[Path, Marker] | None:
+    """Folder and marker of the first whole one of these checkpoints, None where there is none.
+
+    verify: gives the marker of a whole checkpoint, and raises CheckpointError for another; by default that of one
+    process alone.
+    """
     for folder in folders:
         try:
             return folder, verify(folder)
         except CheckpointError as error:
-            log.warning("%s; passing over it", error)
+            if comm.is_main():
+                log.warning("%s; passing over it", error)
     return None

@@ -6,24 +6,20 @@ checkpoint is of, and which files with which content belong to it.
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import math
 import os
-import shutil
-from collections.abc import Callable, Iterable
+import socket
+import threading
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.distributed.checkpoint import SavePlan, SavePlanner, StorageWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+import torch
+from torch import Tensor
 
+from utils import comm
 from utils.config import check_config
 from utils.errors import UsageError, first_line
 from utils.schema import Config
@@ -31,105 +27,84 @@ from utils.schema import Config
 SUFFIX = ".safetensors"
 
 
-class ShardWriter(StorageWriter):
-    """For dcp.save: makes `folder`, writes each rank's tensors into one file, then calls complete(files) on rank 0.
-
-    files: {name: bytes and SHA-256}. The tensors must be on the CPU.
-    torch's HuggingFaceStorageWriter writes the same format, but first puts the whole file together in memory, and holds
-    the interpreter lock, without which training cannot go on, while it does.
-    """
-
-    def __init__(self, folder: Path, complete: Callable[[dict[str, Any]], None]):
-        super().__init__()
-        self.folder, self.complete = folder, complete
-
-    def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:
-        """Make the folder empty, on one rank."""
-        if is_coordinator:
-            shutil.rmtree(self.folder, ignore_errors=True)  # left by an interrupted write
-            self.folder.mkdir(parents=True)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """This rank's plan, unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans of all ranks, each with the name of its file."""
-        names = (f"shard-{rank:05d}{SUFFIX}" for rank in range(len(plans)))
-        return [dataclasses.replace(plan, storage_data=name) for plan, name in zip(plans, names, strict=True)]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's tensors. Raises ValueError for two shards of one tensor, and for anything else."""
-        tensors, offsets = shards_of(plan, planner)
-        path, results = self.folder / plan.storage_data, []
-        if tensors:
-            contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            write_shards(path, contiguous, offsets)
-            written = describe(path)
-            results.append(WriteResult(MetadataIndex(path.name), written["bytes"], written))
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Every rank has written; called on one rank."""
-        self.complete({result.index.fqn: result.storage_data for of_rank in results for result in of_rank})
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept from one checkpoint to the next."""
-        pass
-
-    @classmethod
-    def validate_checkpoint_id(cls, _checkpoint_id: Any) -> bool:
-        """Any will do: the folder is given to the constructor."""
-        return True
-
-
-def shards_of(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
-    """{name: shard} of all that a rank writes, and {name: where it begins in the whole tensor}.
-
-    Raises ValueError for two shards of one tensor, and for what no file can hold.
-    """
-    tensors, offsets = {}, {}
-    for item in plan.items:
-        name, stored, tensor = item.index.fqn, item.tensor_data, planner.resolve_data(item)
-        if stored is None or not isinstance(tensor, Tensor):
-            raise ValueError(f"{name}: is no tensor, and nothing else can be written")
-        if type(tensor) not in (Tensor, nn.Parameter):
-            raise ValueError(f"{name}: is a {type(tensor).__name__}, and only plain tensors can be written")
-        shard = stored.chunk
-        is_without_a_row = 0 in shard.sizes and 0 not in stored.size
-        if is_without_a_row:
-            continue
-        if name in tensors:
-            raise ValueError(f"{name}: one rank holds two shards of it")
-        tensors[name] = tensor.detach()
-        offsets[name] = list(shard.offsets)
-    return tensors, offsets
-
-
-def write_shards(path: Path, tensors: dict[str, Tensor], offsets: dict[str, list[int]]) -> None:
-    """Write shards, contiguous tensors on the CPU, and where they begin. Raises OSError where the disk refuses."""
+def write_shards(path: Path, tensors: dict[str, Tensor], offsets: dict[str, list[int]]) -> dict[str, Any]:
+    """Write shards, contiguous tensors on the CPU, and where they begin. Returns and raises as write_safetensors."""
     places = {name: {"saved_offsets": offset} for name, offset in offsets.items()}
-    write_safetensors(path, tensors, {"DCP_SHARDING_INFO": json.dumps(places), "format": "pt"})
+    return write_safetensors(path, tensors, {"DCP_SHARDING_INFO": json.dumps(places), "format": "pt"})
 
 
-def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write CPU tensors {name: tensor} and metadata {name: text} to a file. Raises OSError where the disk refuses."""
-    path.touch()
-    mode = path.stat().st_mode
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}  # fmt: skip
+
+
+def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict[str, Any]:
+    """Write contiguous CPU tensors {name: tensor} and metadata {name: text} to a file, and see it safely on disk.
+
+    Returns size and SHA-256 of what was to be written. Another thread computes the hash, of the tensors in memory,
+    while this one writes, so the file is not read back: what a disk or its driver garbles is found when the file is
+    next read, by its hash. (The writer of the safetensors library tells no hash, and the file would be read for it.)
+    Raises OSError where the disk refuses, ValueError for a dtype that the format does not have.
+    """
+    # Large numbers first, so that each tensor begins at a multiple of its element's size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    header: dict[str, Any] = {"__metadata__": metadata}
+    contents, end = [], 0
+    for name in names:
+        tensor = tensors[name]
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{name}: {tensor.dtype} cannot be written to a safetensors file")
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        contents.append(bytes_of(tensor))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return write_and_hash(path, [len(text).to_bytes(8, "little") + text, *contents])
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, which is not copied."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+
+
+def write_and_hash(path: Path, contents: Sequence[bytes | memoryview]) -> dict[str, Any]:
+    """Write contents, one after the other, safely to disk. Returns their size and SHA-256. Raises OSError."""
+    hashing = _Hashing(contents)
     try:
-        save_file(tensors, path, metadata)
-    except SafetensorError as error:  # says in text what the system said
-        raise OSError(str(error)) from None
-    path.chmod(mode)  # save_file lets nobody but the owner read
+        hashing.start()  # neither hashing nor writing holds the interpreter lock
+    except RuntimeError:  # a process that is about to end starts no more threads
+        hashing.run()
+    with open(path, "wb") as file:
+        for content in contents:
+            file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+        size = os.fstat(file.fileno()).st_size
+    if hashing.is_alive():
+        hashing.join()
+    return {"bytes": size, "sha256": hashing.computed.hexdigest()}
+
+
+class _Hashing(threading.Thread):
+    """Computes the SHA-256 of contents, one after the other. A process may end while it does."""
+
+    def __init__(self, contents: Sequence[bytes | memoryview]):
+        super().__init__(daemon=True)
+        self.contents, self.computed = contents, hashlib.sha256()
+
+    def run(self) -> None:
+        for content in self.contents:
+            self.computed.update(content)
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Size and SHA-256 of a file, of what is safely on disk. Raises OSError where it cannot be read."""
+    """Size and SHA-256 of a file as it is. Raises OSError where it cannot be read."""
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        os.fsync(file.fileno())
         size = os.fstat(file.fileno()).st_size
     return {"bytes": size, "sha256": digest}
 
@@ -178,15 +153,71 @@ def verify(folder: Path) -> Marker:
     """
     marker = read_marker(folder)
     for name, written in marker["files"].items():
+        check_content(folder, name, written)
+    refuse_unlisted(folder, marker)
+    return marker
+
+
+def check_content(folder: Path, name: str, written: dict[str, Any]) -> None:
+    """Raise CheckpointError where a file of a checkpoint is not as it was written, which the marker says."""
+    try:
+        is_whole = describe(folder / name) == written
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder}: {name} cannot be read: {error.strerror}") from None
+    if not is_whole:
+        raise CheckpointError(f"checkpoint {folder}: {name} is damaged (size or SHA-256 differs)")
+
+
+def check_sizes(folder: Path, marker: Marker) -> None:
+    """Raise CheckpointError where a file of a checkpoint is missing, or is not as long as it was written."""
+    for name, written in marker["files"].items():
         try:
-            if describe(folder / name) != written:
-                raise CheckpointError(f"checkpoint {folder}: {name} is damaged (size or SHA-256 differs)")
+            size = (folder / name).stat().st_size
         except OSError as error:
             raise CheckpointError(f"checkpoint {folder}: {name} cannot be read: {error.strerror}") from None
+        if size != written["bytes"]:
+            raise CheckpointError(f"checkpoint {folder}: {name} is damaged (size or SHA-256 differs)")
+
+
+def refuse_unlisted(folder: Path, marker: Marker) -> None:
+    """Raise UsageError for tensors in a checkpoint's folder that its marker does not list."""
     for path in folder.glob(f"*{SUFFIX}"):
         if path.name not in marker["files"]:
             raise UsageError(f"checkpoint {folder}: {path.name} is not one of its files ({MARKER}): take it away")
+
+
+def verify_together(folder: Path) -> Marker:
+    """The same as `verify`, called by all ranks together: each hashes its share of the files, and all agree.
+
+    A rank takes the file of its own number, which it reads next if the layout is still the same. Raises what verify
+    raises, on every rank, and UsageError where rank 0 sees a file that another rank does not.
+    """
+
+    def marker_of_files() -> Marker:
+        marker = read_marker(folder)
+        check_sizes(folder, marker)
+        return marker
+
+    marker = comm.on_main(marker_of_files)
+    share = list(marker["files"].items())[comm.rank() :: comm.world_size()]
+    for error in comm.gather(damage_of(folder, share)):
+        if error is not None:
+            raise error
+    comm.on_main(lambda: refuse_unlisted(folder, marker))
     return marker
+
+
+def damage_of(folder: Path, files: Iterable[tuple[str, dict[str, Any]]]) -> CheckpointError | UsageError | None:
+    """The first thing that is wrong with some files, (name, as written) each, that rank 0 sees; None if all is well."""
+    for name, written in files:
+        if not (folder / name).exists():  # no damage: another checkpoint, or none, would be taken for the newest
+            where = f"rank {comm.rank()} on {socket.gethostname()}"
+            return UsageError(f"checkpoint {folder}: {where} does not see {name}, which rank 0 sees: share the folder")
+        try:
+            check_content(folder, name, written)
+        except CheckpointError as error:
+            return error
+    return None
 
 
 def digest(marker: Marker) -> str:

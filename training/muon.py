@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from distributed.whole_matrices import Cuts, on_whole_matrices
+from utils.sharded import is_dtensor
 
 # The polynomial of an iteration, a x + b x^3 + c x^5 of the singular values, and how often it is applied.
 LINEAR, CUBIC, QUINTIC = 3.4445, -4.7750, 2.0315
@@ -101,7 +101,7 @@ class Muon(Optimizer):
 def part(tensor: Tensor) -> Tensor:
     """This rank's part of a parameter, a gradient or a momentum, as a plain tensor of the same memory."""
     plain = tensor.detach()
-    return plain.to_local() if isinstance(plain, DTensor) else plain
+    return plain.to_local() if is_dtensor(plain) else plain
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:

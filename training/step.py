@@ -11,7 +11,7 @@ from distributed.parallel_model import ParallelModel, transform_forward
 from training.averaged_weights import AveragedWeights
 from training.cuda_graphs import CapturedStep
 from training.determinism import unrepeatable_as_usage_error
-from training.loss_scaler import OwnScaler, SharedScaler
+from training.loss_scaler import OwnScaler
 from training.optimizer import learning_rate, set_learning_rate
 from training.profiling import span
 from training.random_streams import RandomStreams
@@ -46,6 +46,8 @@ class TrainingStep:
         scales = config.amp_mode == "fp16"
         averaged_over = comm.get_size("dp_image")
         if self.model_parallel:  # ranks with different parameters must agree whether a step has overflowed
+            from training.shared_scaler import SharedScaler  # slow to import
+
             self.scaler: OwnScaler | SharedScaler = SharedScaler(device.type, scales, averaged_over)
         else:
             self.scaler = OwnScaler(device.type, scales, averaged_over)

@@ -1,11 +1,7 @@
 """The weights of a trained run, loaded into a model of any layout."""
 
 from pathlib import Path
-from typing import Any
-
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from typing import TYPE_CHECKING, Any
 
 from distributed.parallel_model import ParallelModel
 from distributed.weight_shards import global_view, take_parts
@@ -17,6 +13,9 @@ from utils import comm
 from utils.config import differing_keys
 from utils.errors import UsageError, first_line
 from utils.schema import Config
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 
 def find(path: Path | str, which: str = "newest") -> tuple[Path, Marker]:
@@ -69,8 +68,11 @@ def check_origin(config: Config, checkpoint: Path, marker: Marker) -> None:
         raise UsageError(f"{checkpoint}: was trained with {key} {getattr(trained, key)}, not {getattr(config, key)}")
 
 
-def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
+def stored_tensors(folder: Path) -> dict[str, "TensorStorageMetadata"]:
     """{name: TensorStorageMetadata} of a checkpoint: shape, dtype, and the shards as chunks."""
+    from torch.distributed.checkpoint import HuggingFaceStorageReader  # slow to import
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {name: tensor for name, tensor in stored.items() if isinstance(tensor, TensorStorageMetadata)}
 
@@ -81,6 +83,8 @@ def load_weights_into(parallel: ParallelModel, folder: Path) -> None:
     They are the averaged ones where the run kept an average. All ranks call this together. Raises UsageError if the
     checkpoint holds another model.
     """
+    import torch.distributed.checkpoint as dcp  # slow to import
+
     model = parallel.model
     weights = collect_weights(model)
     tensors: dict[str, Any] = {"model": weights, "optimizer": {name: {} for name in weights}}
@@ -92,9 +96,9 @@ def load_weights_into(parallel: ParallelModel, folder: Path) -> None:
         "ema": {name: tensor for name, tensor in view["model"].items() if name in averaged},
     }
     try:
-        dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-    except (CheckpointException, RuntimeError, ValueError) as error:
-        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    except (dcp.CheckpointException, RuntimeError, ValueError) as error:
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
         why = f"{first_line(cause)} (was it trained by another version of the code?)"
         raise UsageError(f"{folder}: does not hold the weights of this model: {why}") from None
     take_parts(tensors, view, parallel.split)

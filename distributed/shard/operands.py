@@ -1,19 +1,21 @@
 """Preparation of a rule's operands: sum up partial ones, prepare weights, bring tensors to one split, scatter them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
 
 from distributed.collectives import all_to_all, copy_to_region, divide_gradient, reduce_from_region
 from distributed.shard.redistribute import recut, sizes_of
 from distributed.shard.spec import Axes, Mesh, Pieces, Spec, as_mesh, over, part_of, spec_of, whole
 from distributed.shard.tensor import MaybeTensor, ShardTensor, find_libraries, local, no_rule, wrap
 from utils.torch_private import group_named
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 Operand = TypeVar("Operand")
 redistributed = ShardTensor.redistribute
@@ -138,7 +140,7 @@ def fitted(x: Tensor, spec: Spec, result: Spec | None = None) -> Tensor:
 
 
 def scatter_tensor(
-    x: Any, src: int, mesh: DeviceMesh | Mesh, placements: Sequence[Placement], sizes: Pieces | None = None
+    x: Any, src: int, mesh: DeviceMesh | Mesh, placements: Sequence["Placement"], sizes: Pieces | None = None
 ) -> ShardTensor:
     """A ShardTensor from the data of one rank: every other rank receives only its own part.
 

@@ -7,11 +7,11 @@ gradient, on every rank.
 import math
 from collections.abc import Sequence
 from itertools import chain, islice
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distributed.collectives import (
     Sizes,
@@ -25,15 +25,20 @@ from distributed.collectives import (
 from distributed.halo import Fetch, bounds
 from distributed.shard.spec import CannotSplit, Pieces, Spec, cut_over, merged, over, whole
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
 
 def redistribute(
-    local: Tensor, spec: Spec, placements: Sequence[Placement], sizes: Pieces | None = None
+    local: Tensor, spec: Spec, placements: Sequence["Placement"], sizes: Pieces | None = None
 ) -> tuple[Tensor, Spec]:
     """The local part and the Spec of the same tensor with new `placements`; differentiable.
 
     sizes: {mesh dimension: sizes of its ranks}. By default a dimension that the same mesh dimension splits already
     keeps its sizes; other sizes are as even as possible.
     """
+    from torch.distributed.tensor import Shard  # slow to import
+
     sizes = sizes or {}
     if len(placements) != len(spec.mesh.groups):
         raise ValueError(f"{len(placements)} placements for a mesh of {len(spec.mesh.groups)} dimensions")
@@ -119,6 +124,8 @@ def recut(local: Tensor, spec: Spec, cut: Pieces) -> tuple[Tensor, Spec]:
 
 def _exchange(local, spec, m, dim, sizes):
     """Let mesh dimension m split another dimension, or with other sizes: every pair of ranks exchanges a block."""
+    from torch.distributed.tensor import Shard  # slow to import
+
     group, old = spec.mesh.groups[m], spec.placements[m].dim
     if len(spec.dims[old]) > 1:
         return _change(*_gather(local, spec, m), m, Shard(dim), sizes)
@@ -134,14 +141,18 @@ def _exchange(local, spec, m, dim, sizes):
     return torch.cat(parts, old), new
 
 
-def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence["Placement"], shape: Sequence[int]) -> "DTensor":
     """The contiguous DTensor of a global shape, of which this rank holds `local`. Nothing is communicated."""
+    from torch.distributed.tensor import DTensor  # slow to import
+
     stride = tuple([math.prod(shape[i + 1 :]) for i in range(len(shape))])
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def chunks(shape: Sequence[int], placements: Sequence[Placement], mesh: DeviceMesh) -> Pieces:
+def chunks(shape: Sequence[int], placements: Sequence["Placement"], mesh: DeviceMesh) -> Pieces:
     """{mesh dimension: sizes of the pieces} of a DTensor."""
+    from torch.distributed.tensor import Shard  # slow to import
+
     return {
         m: chunk_sizes_of(shape[p.dim], n)
         for m, (p, n) in enumerate(zip(placements, mesh.shape, strict=True))

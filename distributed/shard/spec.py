@@ -12,17 +12,19 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from distributed.collectives import Group, Sizes, as_group, shard_sizes
 from utils import comm
 from utils.torch_private import flattened
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 
 class CannotSplit(ValueError):
@@ -104,8 +106,10 @@ class Spec:
         )
 
     @property
-    def placements(self) -> tuple[Placement, ...]:
+    def placements(self) -> tuple["Placement", ...]:
         """As DTensor's: Shard(dim), Replicate() or Partial() for every dimension of the mesh."""
+        from torch.distributed.tensor import Partial, Replicate, Shard  # slow to import
+
         result: list[Placement] = [
             Partial() if m in self.partial else Replicate() for m in range(len(self.mesh.groups))
         ]
@@ -235,7 +239,7 @@ def ahead_of(axes: Axes, count: int) -> Axes:
 
 
 def spec_of(
-    mesh: DeviceMesh | Mesh, shape: Sequence[int], placements: Sequence[Placement], sizes: Pieces | None = None
+    mesh: DeviceMesh | Mesh, shape: Sequence[int], placements: Sequence["Placement"], sizes: Pieces | None = None
 ) -> Spec:
     """The Spec of a tensor with a global shape.
 
@@ -243,6 +247,8 @@ def spec_of(
     its ranks}; by default as even as possible, the longer pieces first. Raises ValueError if sizes do not add up, or if
     a dimension is split twice.
     """
+    from torch.distributed.tensor import Shard  # slow to import
+
     mesh, dims, partial = as_mesh(mesh), [whole(n) for n in shape], []
     if len(placements) != len(mesh.groups):
         raise ValueError(f"{len(placements)} placements for a mesh of {len(mesh.groups)} dimensions")

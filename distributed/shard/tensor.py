@@ -18,18 +18,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, FunctionType, GetSetDescriptorType, NoneType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling  # one call, where is_compiling takes two
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distributed.shard.redistribute import as_dtensor, chunks, redistribute
 from distributed.shard.spec import CannotSplit, Mesh, Pieces, Spec, as_mesh, spec_of
 from utils.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
 RULES: dict[Callable, Callable] = {}
 LIBRARIES: list[Callable[[], None]] = []  # each lets the functions of a library go by rules: see find_libraries
@@ -73,7 +75,7 @@ class ShardTensor(torch.Tensor):
 
     @classmethod
     def from_local(
-        cls, local: Tensor, mesh: DeviceMesh | Mesh, placements: Sequence[Placement], sizes: Pieces | None = None
+        cls, local: Tensor, mesh: DeviceMesh | Mesh, placements: Sequence["Placement"], sizes: Pieces | None = None
     ) -> "ShardTensor":
         """Make a ShardTensor of the local tensors of all ranks; differentiable.
 
@@ -81,6 +83,8 @@ class ShardTensor(torch.Tensor):
         sizes: {mesh dimension: sizes of its ranks} for the dimensions with Shard; without it the ranks exchange sizes.
         Raises ValueError if sizes do not fit the local tensor.
         """
+        from torch.distributed.tensor import Shard  # slow to import
+
         find_libraries()
         mesh = as_mesh(mesh)
         shape = list(local.shape)
@@ -99,12 +103,12 @@ class ShardTensor(torch.Tensor):
         return wrap(local, spec)
 
     @classmethod
-    def from_dtensor(cls, tensor: DTensor) -> "ShardTensor":
+    def from_dtensor(cls, tensor: "DTensor") -> "ShardTensor":
         """The ShardTensor of a DTensor, on the same mesh."""
         mesh, shape, placements = tensor.device_mesh, tensor.shape, tensor.placements
         return wrap(tensor.to_local(), spec_of(mesh, shape, placements, chunks(shape, placements, mesh)))
 
-    def to_dtensor(self) -> DTensor:
+    def to_dtensor(self) -> "DTensor":
         """The DTensor of this tensor, redistributed first if its pieces are not those of torch.chunk."""
         mesh, shape, placements = self.mesh, self.spec.shape, self.placements
         part, _ = redistribute(local(self), self.spec, placements, chunks(shape, placements, mesh))
@@ -116,7 +120,7 @@ class ShardTensor(torch.Tensor):
         return self.spec.mesh.device_mesh
 
     @property
-    def placements(self) -> tuple[Placement, ...]:
+    def placements(self) -> tuple["Placement", ...]:
         """As DTensor's: Shard(dim), Replicate() or Partial() for every dimension of the mesh."""
         return self.spec.placements
 
@@ -128,7 +132,7 @@ class ShardTensor(torch.Tensor):
         """Apply a function that keeps the shape, such as a collective over other ranks, to the local part."""
         return wrap(function(local(self), *args), self.spec)
 
-    def redistribute(self, placements: Sequence[Placement], sizes: Pieces | None = None) -> "ShardTensor":
+    def redistribute(self, placements: Sequence["Placement"], sizes: Pieces | None = None) -> "ShardTensor":
         """The same tensor with other `placements` (and `sizes`, see from_local); differentiable.
 
         Shard to Shard is one all-to-all, Shard to Replicate an all-gather, Partial to Replicate an all-reduce, Partial
@@ -138,6 +142,8 @@ class ShardTensor(torch.Tensor):
 
     def replicate(self) -> "ShardTensor":
         """The same tensor as a whole copy on every rank."""
+        from torch.distributed.tensor import Replicate  # slow to import
+
         return self.redistribute([Replicate()] * len(self.spec.mesh.groups))
 
     def full_tensor(self) -> Tensor:

@@ -79,14 +79,16 @@ def function_of(case):
     return partial(function, **case.keywords or {})
 
 
-def errors(case):
+def errors(case, mean=0.0):
     """Run on every rank: relative errors of whole tensors and of split ones against float64, both in the case's dtype.
 
+    mean: of the inputs, whose deviation is 1.
     Returns [(whole, split)] of the output, and of the gradients of the inputs and of the weights.
     """
     function, mesh, count = function_of(case), domain_mesh(case.mesh), len(case.inputs)
     shapes = [*(x.shape for x in case.inputs), *case.weights]
     tensors = [draw(shape, case.dtype, i).detach() for i, shape in enumerate(shapes)]
+    tensors[:count] = [tensor + mean for tensor in tensors[:count]]
 
     def results(leaves):
         y = function(*leaves)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from distributed.collectives import at_least_float32, reduce_from_region
 from distributed.shard.operands import fitted, reduced, replicated, shared
-from distributed.shard.rules.reductions import autocast_dtype, dims_of, kept, moments
+from distributed.shard.rules.reductions import autocast_dtype, centred, dims_of, kept, merged
 from distributed.shard.spec import Shares
 from distributed.shard.tensor import (
     NEVER_SPLIT,
@@ -29,41 +29,74 @@ from distributed.shard.tensor import (
 
 
 class Normal(torch.autograd.Function):
-    """(x - mean) * scale * weight + bias. mean, scale = 1 / deviation: of dims of x on all ranks that share them."""
+    """((x - mean) / deviation * weight + bias, mean, variance): of dims of x on all ranks that share them.
+
+    A pass over a tensor costs what the layer costs, so forward and backward make few: all but x itself, its gradient
+    and one buffer each has the size of the statistics or of the weight.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, scale: Tensor,
-        dims: Sequence[int], shared_by: Shares,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dims: tuple[int, ...],
+        shared_by: Shares,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Local parts that broadcast against x -> the shape of x. shared_by: the ranks and their parts of dims.
 
-        The backward pass needs x, which is often kept anyway, and nothing else of its size.
+        The backward pass needs x, which is often kept anyway, and nothing else of its size. Mean and variance have no
+        gradient.
         """
+        apart, own_mean, deviations = centred(x, dims)
+        mean, deviations, count = merged(own_mean, deviations, dims, x.shape, shared_by)
+        var = deviations / count
+        scale = (var + eps).rsqrt()
         ctx.save_for_backward(x, weight, bias, mean, scale)
         ctx.dims, ctx.shared_by = dims, shared_by
-        y = (x - mean) * scale
-        y = y if weight is None else y * weight
-        y = y if bias is None else y + bias
-        return y.to(autocast_dtype(x))
+        ctx.mark_non_differentiable(mean, var)
+        factor = scale if weight is None else scale * weight
+        shift = (own_mean - mean) * factor  # from the mean of this rank to that of all
+        shift = shift if bias is None else shift + bias
+        y = apart.mul_(factor).add_(shift)
+        return y.to(autocast_dtype(x)), mean, var
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x, weight and bias; one all-reduce of two numbers for each mean."""
         x, weight, bias, mean, scale = ctx.saved_tensors
-        normal, grad = (x - mean) * scale, at_least_float32(grad)
+        apart, grad = x - mean, at_least_float32(grad)
+        # First over the dimensions along which the weight is the same: the sums over others are small.
+        uniform = uniform_dims(ctx.dims, x.dim(), weight, bias)
+        of_product = sum_over(grad * apart, uniform) * scale
+        of_grad = sum_over(grad, uniform)
         _, for_weight, for_bias, *_ = ctx.needs_input_grad
-        of_weight = (grad * normal).sum_to_size(weight.shape).to(weight.dtype) if for_weight else None
-        of_bias = grad.sum_to_size(bias.shape).to(bias.dtype) if for_bias else None
-        grad = grad if weight is None else grad * weight
-        sums = torch.stack([(grad * normal).sum(ctx.dims, keepdim=True), grad.sum(ctx.dims, keepdim=True)])
+        of_weight = of_product.sum_to_size(weight.shape).to(weight.dtype) if for_weight else None
+        of_bias = of_grad.sum_to_size(bias.shape).to(bias.dtype) if for_bias else None
+        if weight is not None:
+            of_product, of_grad = of_product * weight, of_grad * weight
+        sums = torch.stack([of_product.sum(ctx.dims, keepdim=True), of_grad.sum(ctx.dims, keepdim=True)])
         count = math.prod([x.shape[d] for d in ctx.dims])
         if ctx.shared_by is not None:
             counts, group = ctx.shared_by
             sums, count = reduce_from_region(sums, group), sum(counts)
         along, average = (sums / count).unbind()
-        back = (grad - normal * along - average) * scale
-        return back.to(x.dtype), of_weight, of_bias, None, None, None, None
+        # (grad * weight - (x - mean) * scale * along - average) * scale
+        factor = scale if weight is None else scale * weight
+        back = apart.mul_(-scale.square() * along).sub_(average * scale).addcmul_(grad, factor)
+        return back.to(x.dtype), of_weight, of_bias, None, None, None
+
+
+def uniform_dims(dims: Sequence[int], count: int, *weights: Tensor | None) -> list[int]:
+    """Those dims, of a tensor of `count` dimensions, along which each of some weights that broadcast has one number."""
+    uniform = []
+    for dim in dims:
+        varying = [w for w in weights if w is not None and dim >= count - w.dim() and w.shape[dim - count] != 1]
+        if not varying:
+            uniform.append(dim)
+    return uniform
+
+
+def sum_over(x: Tensor, dims: list[int]) -> Tensor:
+    """The sum over dims, which stay with size 1; x itself without dims."""
+    return x.sum(dims, keepdim=True) if dims else x
 
 
 def normalized(
@@ -71,12 +104,9 @@ def normalized(
 ) -> tuple[ShardTensor, ShardTensor, ShardTensor]:
     """((x - mean) / deviation * weight + bias, mean, variance) over dims; the last two have no gradient."""
     x, dims = reduced(x), tuple(dims)
-    part, shared_by, left = local(x), x.spec.shares(*dims), kept(x.spec, dims, True)
-    with torch.no_grad():
-        mean, deviations, count = moments(at_least_float32(part), dims, shared_by)
-        var = deviations / count
     scaling = [None if w is None else fitted(w, x.spec) for w in (weight, bias)]
-    y = Normal.apply(part, *scaling, mean, (var + eps).rsqrt(), dims, shared_by)
+    y, mean, var = Normal.apply(local(x), *scaling, eps, dims, x.spec.shares(*dims))
+    left = kept(x.spec, dims, True)
     return wrap(y, x.spec), wrap(mean, left), wrap(var, left)
 
 

@@ -60,8 +60,16 @@ def gathered(
     empty = [d for d in dims if x.shape[d] == 0]
     if empty:  # a placeholder, whose summary is not sent
         x = x.sum(empty, keepdim=True, dtype=x.dtype)
+    return gathered_summaries(summary(x), counts, group)
+
+
+def gathered_summaries(own: Tensor, counts: Sizes, group: Group) -> Tensor:
+    """The summaries, of one shape, of all ranks that have elements, in rank order: (ranks, ...). own: of this rank.
+
+    counts: elements of each rank. The summary of a rank without any is not sent.
+    """
     sizes = tuple([int(count > 0) for count in counts])
-    return gather_from_region(summary(x)[None][: sizes[group.rank]], 0, sizes, group)
+    return gather_from_region(own[None][: sizes[group.rank]], 0, sizes, group)
 
 
 def reduce_by(
@@ -153,29 +161,65 @@ def norm(
     return vector_norm(func, input, 2 if order is None else order, dim, keepdim, dtype=dtype)
 
 
-def moments(x: Tensor, dims: tuple[int, ...], shared_by: Shares) -> tuple[Tensor, Tensor, int]:
+def centred(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """(x - mean, mean, sum of squared deviations from the mean) over dims of a local tensor, in float32 at least.
+
+    dims stay, with size 1. The deviations are taken from the mean that is already known, so that no digits are lost if
+    the mean is large. Two passes of this kind take a tenth of the time of torch.var_mean, which has one.
+    """
+    count = math.prod([x.shape[d] for d in dims])
+    wide = torch.promote_types(x.dtype, torch.float32)  # float16 and bfloat16 have too few digits for sums
+    mean = x.sum(dims, keepdim=True, dtype=wide) / max(count, 1)
+    apart = x - mean
+    sizes = apart.abs() if apart.is_complex() else apart
+    return apart, mean, sizes.square().sum(dims, keepdim=True)
+
+
+class _Moments(torch.autograd.Function):
+    """(mean, sum of squared deviations from it) over dims of a local tensor, which is all that backward needs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        _, mean, deviations = centred(x, dims)
+        ctx.save_for_backward(x, mean)
+        ctx.count = math.prod([x.shape[d] for d in dims])
+        return mean, deviations
+
+    @staticmethod
+    def backward(ctx: Any, of_mean: Tensor, of_deviations: Tensor) -> tuple[Tensor, None]:
+        x, mean = ctx.saved_tensors
+        # The deviations do not depend on the mean: their derivative by it, a sum of x - mean, is 0.
+        grad = (x - mean) * (2 * of_deviations) + of_mean / max(ctx.count, 1)
+        return grad.to(x.dtype), None
+
+
+def merged(
+    mean: Tensor, deviations: Tensor, dims: tuple[int, ...], shape: Sequence[int], shared_by: Shares
+) -> tuple[Tensor, Tensor, int]:
     """(mean, sum of squared deviations from it, number of elements) over dims of the local tensors of all ranks.
 
-    dims stay, with size 1. The method of Chan et al. 1979 combines the mean and deviations of each rank. It loses no
-    digits if the mean is large, unlike the mean of squares minus the square of the mean.
+    mean, deviations: of the local tensor, which has this shape; dims have size 1 in them. The method of Chan et al.
+    1979 combines those of each rank. It loses no digits if the mean is large, unlike the mean of squares minus the
+    square of the mean.
     """
-
-    def summary(x: Tensor) -> Tensor:
-        if x.numel() == 0:  # the summary is empty too; torch would warn
-            return x.sum(dims, keepdim=True).expand(2, *[1 if d in dims else n for d, n in enumerate(x.shape)])
-        var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
-        return torch.stack([mean, var * math.prod([x.shape[d] for d in dims])])
-
     if shared_by is None:
-        mean, deviations = summary(x).unbind()
-        return mean, deviations, math.prod([x.shape[d] for d in dims])
+        return mean, deviations, math.prod([shape[d] for d in dims])
     counts, group = shared_by
-    means, deviations = gathered(x, summary, counts, group, dims).unbind(1)
+    means, deviations = gathered_summaries(torch.stack([mean, deviations]), counts, group).unbind(1)
     count, present = sum(counts), [n for n in counts if n]
-    weight = tensor_on(x.device, present, x.dtype).view(-1, *[1] * x.dim())
+    weight = tensor_on(mean.device, present, mean.dtype).view(-1, *[1] * mean.dim())
     apart = means - means[:1]
     shift = (apart * weight).sum(0) / count
     return means[0] + shift, deviations.sum(0) + ((apart - shift).square() * weight).sum(0), count
+
+
+def moments(x: Tensor, dims: tuple[int, ...], shared_by: Shares) -> tuple[Tensor, Tensor, int]:
+    """(mean, sum of squared deviations from it, number of elements) over dims of the local tensors of all ranks.
+
+    dims stay, with size 1. One gather of both numbers if dims are split. Differentiable.
+    """
+    mean, deviations = _Moments.apply(x, dims)
+    return merged(mean, deviations, dims, x.shape, shared_by)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:

@@ -1,0 +1,91 @@
+"""Writes the tensors of a checkpoint as torch.distributed.checkpoint asks for it, which is imported with this."""
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint import SavePlan, SavePlanner, StorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from training.checkpoint_files import SUFFIX, write_shards
+
+
+class ShardWriter(StorageWriter):
+    """For dcp.save: makes `folder`, writes each rank's tensors into one file, then calls complete(files) on rank 0.
+
+    files: {name: bytes and SHA-256}. The tensors must be on the CPU.
+    torch's HuggingFaceStorageWriter writes the same format, but first puts the whole file together in memory, and holds
+    the interpreter lock, without which training cannot go on, while it does.
+    """
+
+    def __init__(self, folder: Path, complete: Callable[[dict[str, Any]], None]):
+        super().__init__()
+        self.folder, self.complete = folder, complete
+
+    def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:
+        """Make the folder empty, on one rank."""
+        if is_coordinator:
+            shutil.rmtree(self.folder, ignore_errors=True)  # left by an interrupted write
+            self.folder.mkdir(parents=True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """This rank's plan, unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans of all ranks, each with the name of its file."""
+        names = (f"shard-{rank:05d}{SUFFIX}" for rank in range(len(plans)))
+        return [dataclasses.replace(plan, storage_data=name) for plan, name in zip(plans, names, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's tensors. Raises ValueError for two shards of one tensor, and for anything else."""
+        tensors, offsets = shards_of(plan, planner)
+        path, results = self.folder / plan.storage_data, []
+        if tensors:
+            contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            written = write_shards(path, contiguous, offsets)
+            results.append(WriteResult(MetadataIndex(path.name), written["bytes"], written))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Every rank has written; called on one rank."""
+        self.complete({result.index.fqn: result.storage_data for of_rank in results for result in of_rank})
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing is kept from one checkpoint to the next."""
+        pass
+
+    @classmethod
+    def validate_checkpoint_id(cls, _checkpoint_id: Any) -> bool:
+        """Any will do: the folder is given to the constructor."""
+        return True
+
+
+def shards_of(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+    """{name: shard} of all that a rank writes, and {name: where it begins in the whole tensor}.
+
+    Raises ValueError for two shards of one tensor, and for what no file can hold.
+    """
+    tensors, offsets = {}, {}
+    for item in plan.items:
+        name, stored, tensor = item.index.fqn, item.tensor_data, planner.resolve_data(item)
+        if stored is None or not isinstance(tensor, Tensor):
+            raise ValueError(f"{name}: is no tensor, and nothing else can be written")
+        if type(tensor) not in (Tensor, nn.Parameter):
+            raise ValueError(f"{name}: is a {type(tensor).__name__}, and only plain tensors can be written")
+        shard = stored.chunk
+        is_without_a_row = 0 in shard.sizes and 0 not in stored.size
+        if is_without_a_row:
+            continue
+        if name in tensors:
+            raise ValueError(f"{name}: one rank holds two shards of it")
+        tensors[name] = tensor.detach()
+        offsets[name] = list(shard.offsets)
+    return tensors, offsets
