@@ -45,7 +45,7 @@ if [[ ${STAGE_TO:-} ]]; then
     data=$STAGE_TO/staged-$SLURM_JOB_ID # on the disk of each node
 fi
 folders=("$PWD" ${DATA_DIR:+"$DATA_DIR"} ${STAGE_TO:+"$STAGE_TO"} ${LOG_DIR:+"$LOG_DIR"})
-passed=(SLURM_ CUDA_ ROCR_ HIP_ NVIDIA_ NCCL_ GLOO_ FI_ TORCH PYTORCH_ OMP_ PROFILE_) # prefixes; podman starts with an empty environment
+passed=(SLURM_ CUDA_ ROCR_ HIP_ NVIDIA_ NCCL_ GLOO_ FI_ TORCH PYTORCH_ OMP_ GOMP_ PROFILE_) # prefixes; podman starts with an empty environment
 read -ra container <<<"${CONTAINER_FLAGS:-}"
 by_srun=()
 case ${CONTAINER:=none} in

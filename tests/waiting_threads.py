@@ -53,7 +53,7 @@ def main():
         columns |= {f"{place}, ms": ".0f", f"{place}, x default": ".2f"}
         for name, row in rows.items():
             row += [medians[name], ratios[name]]
-    print("\n".join(format_table(columns, list(rows.values()))))
+    print(format_table(columns, list(rows.values())))
 
 
 @contextmanager
