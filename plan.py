@@ -34,12 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv`, by default that of the process; returns the exit status."""
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["compare"]:
-        reader = ArgumentParser(prog="plan.py compare", description="Compare a run with its plan.")
-        reader.add_argument("run", type=Path, metavar="RUN", help="folder of a finished run")
-        reader.add_argument("--gpu", metavar="NAME", help="in config/hardware.yaml, or measured (that of the run)")
-        asked = reader.parse_args(words[1:])
-        print(compare(asked.run, asked.gpu))
-        return 0
+        return print_comparison(words[1:])
     if words[:1] == ["check"] and "--all" in words:
         from tools.compositions import search
 
@@ -48,6 +43,25 @@ def main(argv: list[str] | None = None) -> int:
         from tools.layout_check import check
 
         return check.main(words[1:])
+
+    options, words = read_options(words)
+    if options.verify:
+        from tools.planner.validate import build_cases, verify
+
+        return 1 if verify(build_cases()) else 0
+    if options.calibrate:
+        from tools.planner import calibrate
+
+        return calibrate.main(words)
+    gpu = load_gpu(options.gpu)
+    counts = gpu_counts(options.gpus)
+    if options.grid:
+        return print_grid(words, gpu, counts, options)
+    return print_plans(Request(words, gpu, options.inference), counts, options)
+
+
+def read_options(words: list[str]) -> tuple[Namespace, list[str]]:
+    """Options of this program, and the other words: options of a config."""
     parser = ArgumentParser(prog="plan.py", description=__doc__.partition("\n")[0], allow_abbrev=False)
     option = parser.add_argument
     option("--gpus", default="1", metavar="N|N..M", help="GPUs of the job; 8..4096: a curve (1)")
@@ -62,37 +76,38 @@ def main(argv: list[str] | None = None) -> int:
     option("--verify", action="store_true", help="run small layouts for real and compare them with plans")
     option("--choose", type=whole(1, 10**6), metavar="N", help="of the layouts, the one of this number")
     option("--submit", nargs="?", const="", metavar="WORDS", help="queue it; WORDS: options of sbatch")
-    options, words = parser.parse_known_args(words)
-    if options.verify:
-        from tools.planner.validate import build_cases, verify
+    return parser.parse_known_args(words)
 
-        return 1 if verify(build_cases()) else 0
-    if options.calibrate:
-        from tools.planner import calibrate
 
-        return calibrate.main(words)
-    gpu, counts = load_gpu(options.gpu), gpu_counts(options.gpus)
-    if options.grid:
-        return print_grid(words, gpu, counts, options)
-    request = Request(words, gpu, options.inference)
-    describe: Callable[..., str]
-    if options.inference and (len(counts) > 1 or options.top or options.submit is not None):
+def print_plans(request: Request, counts: list[int], options: Namespace) -> int:
+    """Print one plan, the best of a search, or a curve over numbers of GPUs; draw and submit what is asked for."""
+    is_curve = len(counts) > 1
+    submits = options.submit is not None
+    if options.inference and (is_curve or options.top or submits):
         raise UsageError(
             "--inference plans one layout; --grid compares numbers of GPUs: --gpus 1..8 --grid img_size=256"
         )
-    if len(counts) > 1:
-        plans, describe = scaling(request, counts), report.scaling_text
-    elif (options.top is None and not request.named.isdisjoint(LAYOUT_OPTIONS)) or counts == [1] or options.inference:
-        plans, describe = [request.plan(counts[0])], report.plan_text
+    if is_curve and (options.choose or submits):
+        raise UsageError("--choose and --submit take a layout of one number of --gpus")
+
+    names_a_layout = options.top is None and not request.named.isdisjoint(LAYOUT_OPTIONS)
+    describe: Callable[..., str]
+    if is_curve:
+        plans = scaling(request, counts)
+        describe = report.scaling_text
+    elif names_a_layout or counts == [1] or options.inference:
+        plans = [request.plan(counts[0])]
+        describe = report.plan_text
     else:
-        plans, describe = best_layouts(request, counts[0], options.top or 10), report.search_text
-    if options.choose or options.submit is not None:
-        if len(counts) > 1:
-            raise UsageError("--choose and --submit take a layout of one number of --gpus")
+        plans = best_layouts(request, counts[0], options.top or 10)
+        describe = report.search_text
+    if options.choose or submits:
         number = options.choose or 1
         if number > len(plans):
             raise UsageError(f"--choose {number}: the search lists {len(plans)} layouts; --top {number} lists more")
-        plans, describe = [plans[number - 1]], report.plan_text
+        plans = [plans[number - 1]]
+        describe = report.plan_text
+
     if options.json:
         print(json.dumps([plan.to_json() for plan in plans], indent=1))
     else:
@@ -100,9 +115,20 @@ def main(argv: list[str] | None = None) -> int:
     if options.png:
         from tools.planner.plan_pictures import layouts_picture, scaling_picture
 
-        (scaling_picture if len(counts) > 1 else layouts_picture)(plans, options.png)
-    if options.submit is not None:
+        draw = scaling_picture if is_curve else layouts_picture
+        draw(plans, options.png)
+    if submits:
         print(submit_plan(plans[0], request, options.submit))
+    return 0
+
+
+def print_comparison(words: list[str]) -> int:
+    """Print a finished run beside its plan; returns the exit status."""
+    parser = ArgumentParser(prog="plan.py compare", description="Compare a run with its plan.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a finished run")
+    parser.add_argument("--gpu", metavar="NAME", help="in config/hardware.yaml, or measured (that of the run)")
+    options = parser.parse_args(words)
+    print(compare(options.run, options.gpu))
     return 0
 
 

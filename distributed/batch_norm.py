@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from distributed.collectives import AnyGroup, Group, as_group, at_least_float32, reduce_from_region
 from distributed.shard.rules.normalization import Normal, of_channels, update
+from distributed.shard.rules.reductions import autocast_dtype
+from distributed.shard.spec import Shares
 from distributed.shard_tensor import ShardTensor, local, reduced, wrap
 
 
@@ -69,5 +71,28 @@ def batch_norm(
         deviations = reduce_from_region((values - mean).square().sum(dims, keepdim=True), group)
         update(running_mean, running_var, [mean, deviations / (count - 1)], momentum)
     weight, bias = of_channels(weight, part), of_channels(bias, part)
-    y = Normal.apply(part, weight, bias, mean, (deviations / count + eps).rsqrt(), dims, ((count,), group))
+    scale = (deviations / count + eps).rsqrt()
+    y = _NormalAround.apply(part, weight, bias, mean, scale, dims, ((count,), group))
     return y if spec is None else wrap(y, spec)
+
+
+class _NormalAround(Normal):
+    """(x - mean) * scale * weight + bias, where the statistics of all ranks that share dims of x are known already."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, scale: Tensor,
+        dims: tuple[int, ...], shared_by: Shares,
+    ) -> Tensor:  # fmt: skip
+        """Local parts that broadcast against x -> the shape of x. The backward pass needs x alone."""
+        ctx.save_for_backward(x, weight, bias, mean, scale)
+        ctx.dims, ctx.shared_by = dims, shared_by
+        factor = scale if weight is None else scale * weight
+        y = (x - mean).mul_(factor)
+        y = y if bias is None else y.add_(bias)
+        return y.to(autocast_dtype(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients as those of Normal: it has one argument less."""
+        return (*Normal.backward(ctx, grad), None)

@@ -7,7 +7,8 @@ import itertools
 import math
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -51,64 +52,16 @@ def candidates(
     fixed: names of keys that keep their value in config. Tensor-parallel ranks stay inside a node, unless no such
     layout works. A choice without effect is left out: methods of attention over one rank, strategies for one.
     """
-    fixed = {next((name for name, others in ALIASES.items() if key in others), key) for key in fixed}
+    kept = {full_name(key) for key in fixed}
     if config.cpu_offload or config.noddp:
-        fixed.add("data_parallel")
-
-    def values(name, wanted, of_use=True):
-        """The values of a key that are tried."""
-        return wanted if of_use and name not in fixed else [getattr(config, name)]
-
-    def splits(ranks):
-        """Sizes of cp, pp and domain, among so many ranks."""
-        rows, columns = (n // config.patch_size for n in config.img_size[:2])
-        counts = _divisors(ranks)
-        cps, pps = values("context_parallel", counts), values("pipeline_parallel", counts)
-        for cp, pp in itertools.product(cps, pps):
-            free = cps == pps == counts  # else the scripts say what is wrong
-            if not free or (ranks % (cp * pp) == 0 and cp <= rows and pp <= config.depth):
-                yield cp, pp, 1
-        tiles = [n for n in counts if 1 < n <= rows]
-        tiles += [f"{r}x{n // r}" for n in counts for r in _divisors(n) if r < n and r <= rows and n // r <= columns]
-        for domain in values("domain_parallel", tiles):
-            if domain not in (1, "1", "1x1") and 1 in cps and 1 in pps:
-                yield 1, 1, domain
-
-    def ways(dp, tp, cp, pp, domain):
-        """Methods and schedules of a split, as settings."""
-        share = config.global_batch_size // dp
-        micro_batches = [next((each * pp for each in MICRO_BATCHES if share % (each * pp) == 0), pp)]
-        slices = [False, True] if cp == pp == 1 else [True]  # a rank holds less and sends the same bytes
-        options = {
-            "sequence_parallel": values("sequence_parallel", slices, tp > 1 and domain == 1),
-            "cp_method": values("cp_method", choices("cp_method"), cp > 1),
-            "domain_method": values("domain_method", choices("domain_method"), domain != 1),
-            "pp_schedule": values("pp_schedule", SCHEDULES, pp > 1),
-            "gradient_accumulation": values("gradient_accumulation", micro_batches, pp > 1),
-        }
-        for way in itertools.product(*options.values()):
-            yield dict(zip(options, way, strict=True))
-
-    def strategies(dp, several):
-        """Data-parallel strategies and activation checkpointing of dp ranks, as settings.
-
-        several: more than one rank has the same weights.
-        """
-        inside = max(1, math.gcd(ranks_per_node, gpus) * dp // gpus)
-        tried = values("data_parallel", choices("data_parallel") if several else ["ddp"])
-        for strategy in tried:
-            if strategy == "hsdp" and len(tried) > 1 and (gpus <= ranks_per_node or inside == dp or dp == 1):
-                continue  # the same as fsdp
-            for again in values("activation_checkpointing", CHECKPOINTING):
-                # Keys that belong to other strategies are at their defaults.
-                others = [key for key, own in STRATEGY_KEYS.items() if strategy not in own]
-                plain = {key: values(key, [Config.model_fields[key].default])[0] for key in others}
-                yield {"data_parallel": strategy, "activation_checkpointing": again, **plain}
+        kept.add("data_parallel")
+    choice = _Choices(config, gpus, ranks_per_node, frozenset(kept))
 
     found: list[tuple[Config, Layout]] = []
     refused = Counter[str]()
-    refusal, keys = trial(config), config.model_dump(exclude={"config"})
-    for tp in values("tensor_parallel", [tp for tp in _divisors(gpus) if tp <= WIDEST_TP * ranks_per_node]):
+    refusal = trial(config)
+    keys = config.model_dump(exclude={"config"})
+    for tp in choice.tensor_parallel():
         if tp > ranks_per_node and found:
             break
         try:
@@ -116,23 +69,120 @@ def candidates(
         except UsageError as error:
             refused[str(error)] += 1
             continue
-        for cp, pp, domain in splits(gpus // tp):
+        for cp, pp, domain in choice.splits(gpus // tp):
             split = dict(zip(SPLITS, (tp, cp, pp, domain), strict=True))
-            dp = max(1, gpus // (tp * cp * pp * math.prod(tile_counts(domain))))
-            own_strategies = list(strategies(dp, gpus // (tp * pp) > 1))
-            for way in ways(dp, *split.values()):
-                takes = []
-                for own in own_strategies:
+            ranks_of_an_image = tp * cp * pp * math.prod(tile_counts(domain))
+            dp = max(1, gpus // ranks_of_an_image)
+            several_share_weights = gpus // (tp * pp) > 1
+            strategies = list(choice.strategies(dp, several_share_weights))
+            for way in choice.ways(dp, tp, cp, pp, domain):
+                taken = []
+                for strategy in strategies:
                     try:
-                        checked = check_config(keys | split | way | own, config.config, "", (), gpus)
-                        takes.append((checked, checked.layout(gpus, ranks_per_node)))
+                        checked = check_config(keys | split | way | strategy, config.config, "", (), gpus)
+                        taken.append((checked, checked.layout(gpus, ranks_per_node)))
                     except UsageError as error:
                         refused[str(error).removeprefix(": ")] += 1
-                if takes and (reason := refusal(split | way)):
-                    refused[reason] += len(takes)
+                reason = refusal(split | way) if taken else None
+                if reason:
+                    refused[reason] += len(taken)
                 else:
-                    found += takes
+                    found += taken
     return found, dict(refused)
+
+
+def full_name(key: str) -> str:
+    """The key that another name of it stands for."""
+    for name, others in ALIASES.items():
+        if key in others:
+            return name
+    return key
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """What is tried of each key, for a number of GPUs. fixed: keys that keep their value in config."""
+
+    config: Config
+    gpus: int
+    ranks_per_node: int
+    fixed: frozenset[str]
+
+    def values(self, name: str, wanted: Sequence[Any], of_use: bool = True) -> Sequence[Any]:
+        """The values of a key that are tried. of_use: whether another value than that of config changes anything."""
+        is_free = of_use and name not in self.fixed
+        return wanted if is_free else [getattr(self.config, name)]
+
+    def tensor_parallel(self) -> Sequence[int]:
+        """Sizes of tp."""
+        most = WIDEST_TP * self.ranks_per_node
+        return self.values("tensor_parallel", [tp for tp in _divisors(self.gpus) if tp <= most])
+
+    def splits(self, ranks: int) -> Iterator[tuple[int, int, Any]]:
+        """Sizes of cp, pp and domain, among so many ranks."""
+        config = self.config
+        rows, columns = (n // config.patch_size for n in config.img_size[:2])
+        counts = _divisors(ranks)
+        cps = self.values("context_parallel", counts)
+        pps = self.values("pipeline_parallel", counts)
+        is_free = cps == pps == counts
+        for cp, pp in itertools.product(cps, pps):
+            can_be = ranks % (cp * pp) == 0 and cp <= rows and pp <= config.depth
+            # Of sizes that were asked for the scripts say what is wrong.
+            if can_be or not is_free:
+                yield cp, pp, 1
+
+        bands = [n for n in counts if 1 < n <= rows]
+        for domain in self.values("domain_parallel", [*bands, *_tiles(counts, rows, columns)]):
+            splits_images = domain not in (1, "1", "1x1")
+            if splits_images and 1 in cps and 1 in pps:
+                yield 1, 1, domain
+
+    def ways(self, dp: int, tp: int, cp: int, pp: int, domain: Any) -> Iterator[dict[str, Any]]:
+        """Methods and schedules of a split, as settings."""
+        share = self.config.global_batch_size // dp
+        fitting = [each * pp for each in MICRO_BATCHES if share % (each * pp) == 0]
+        micro_batches = fitting[0] if fitting else pp
+        # With other splits a rank of sequence_parallel holds less and sends the same bytes.
+        slices = [False, True] if cp == pp == 1 else [True]
+        options = {
+            "sequence_parallel": self.values("sequence_parallel", slices, tp > 1 and domain == 1),
+            "cp_method": self.values("cp_method", choices("cp_method"), cp > 1),
+            "domain_method": self.values("domain_method", choices("domain_method"), domain != 1),
+            "pp_schedule": self.values("pp_schedule", SCHEDULES, pp > 1),
+            "gradient_accumulation": self.values("gradient_accumulation", [micro_batches], pp > 1),
+        }
+        for way in itertools.product(*options.values()):
+            yield dict(zip(options, way, strict=True))
+
+    def strategies(self, dp: int, several: bool) -> Iterator[dict[str, Any]]:
+        """Data-parallel strategies and activation checkpointing of dp ranks, as settings.
+
+        several: more than one rank has the same weights.
+        """
+        # Data-parallel ranks of a node, over which hsdp cuts weights.
+        inside = max(1, math.gcd(self.ranks_per_node, self.gpus) * dp // self.gpus)
+        hsdp_is_fsdp = self.gpus <= self.ranks_per_node or inside == dp or dp == 1
+        tried = self.values("data_parallel", choices("data_parallel") if several else ["ddp"])
+        for strategy in tried:
+            if strategy == "hsdp" and hsdp_is_fsdp and len(tried) > 1:
+                continue
+            # Keys that belong to other strategies are at their defaults.
+            plain = {}
+            for key, own in STRATEGY_KEYS.items():
+                if strategy not in own:
+                    plain[key] = self.values(key, [Config.model_fields[key].default])[0]
+            for again in self.values("activation_checkpointing", CHECKPOINTING):
+                yield {"data_parallel": strategy, "activation_checkpointing": again, **plain}
+
+
+def _tiles(counts: Iterable[int], rows: int, columns: int) -> Iterator[str]:
+    """Rows x columns of ranks, of which each has one of an image's rows and columns of patches at least."""
+    for ranks in counts:
+        for bands in _divisors(ranks):
+            across = ranks // bands
+            if across > 1 and bands <= rows and across <= columns:
+                yield f"{bands}x{across}"
 
 
 def _divisors(number: int) -> list[int]:
