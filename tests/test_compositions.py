@@ -17,6 +17,7 @@ from tools.compositions.composition import Base, settings_of
 from tools.compositions.drawing import Draws
 from tools.compositions.judge import EQUAL, FINDING, REFUSED, Judge, Verdict
 from utils import schema
+from utils.errors import INTERRUPTED_STATUS
 from utils.schema import Config, key
 
 SEVERAL = [
@@ -202,6 +203,22 @@ def test_the_report_is_json_and_text_and_the_status_says_whether_something_was_f
     assert told["pairs"]["all"] > 3000 and "seed 7: " in capsys.readouterr().out
     monkeypatch.setattr(Judge, "judge", FakeJudge("nothing of this name").judge)
     assert plan.main(words) == 0
+
+
+def test_an_interrupted_search_tells_what_it_has_found(tmp_path, monkeypatch, capsys):
+    def interrupted(self, composition):
+        if next(judged) == 3:
+            raise KeyboardInterrupt
+        return Verdict(EQUAL)
+
+    judged = count()
+    monkeypatch.setattr(Judge, "__init__", lambda self, *_: None)
+    monkeypatch.setattr(Judge, "__exit__", lambda *_: None)
+    monkeypatch.setattr(Judge, "judge", interrupted)
+    words = ["check", "--all", "--seed", "7", "--json", str(tmp_path / "found.json")]
+    assert plan.main(words) == INTERRUPTED_STATUS
+    assert "seed 7: 3 compositions: 3 equal" in capsys.readouterr().out
+    assert json.loads((tmp_path / "found.json").read_text())["equal"] == 3
 
 
 @pytest.mark.parametrize(

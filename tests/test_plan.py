@@ -101,7 +101,10 @@ def test_the_curve(capsys, tmp_path):
         ([*MP, "--gpus", "16", "--tensor_parallel", "16"], "8 heads cannot be split over 16 ranks"),
         ([*MP, "--gpus", "64", "--context_parallel", "64"], "45 rows of patches"),
         ([*MP, "--gpus", "8", "--local_batch_size", "4"], "compared at the same --global_batch_size"),
-        ([*MP, "--gpus", "4", "--context_parallel", "2", "--domain_parallel", "2"], "domain_parallel goes without context_parallel"),
+        (
+            [*MP, "--gpus", "4", "--context_parallel", "2", "--domain_parallel", "2"],
+            "domain_parallel goes without context_parallel",
+        ),
         ([*MP, "--top", "0"], "argument --top: 0 is not within"),
     ],
 )

@@ -23,7 +23,7 @@ from tools.compositions.drawing import Draws
 from tools.compositions.judge import EQUAL, FINDING, HANG_SECONDS, NUMBERS, REFUSED, Judge, Verdict
 from tools.planner.layouts import SPLITS
 from utils.config import parse_command_line
-from utils.errors import ArgumentParser, UsageError, real, whole
+from utils.errors import INTERRUPTED_STATUS, ArgumentParser, UsageError, real, whole
 from utils.files import write_json
 
 MOST_SHRINKING = 40  # runs to make a finding smaller
@@ -198,6 +198,7 @@ def main(argv: Sequence[str]) -> int:
     if seed is None:
         seed = random.SystemRandom().randrange(2**32)
     report = Report(seed)
+    was_interrupted = False
     if options.ranks is None:
         if options.then is not None:
             raise UsageError("--then belongs to --ranks, the composition that it goes on from")
@@ -206,12 +207,17 @@ def main(argv: Sequence[str]) -> int:
         report.without_values = [key for key in keys_without_values(base.config) if key not in EXAMPLES]
         draws = Draws(base, all_choices(base.config, given), seed)
         with Judge(base, options.patience) as judge:
-            search(base, draws, judge, report, time.monotonic() + 60 * options.minutes)
+            try:
+                search(base, draws, judge, report, time.monotonic() + 60 * options.minutes)
+            except KeyboardInterrupt:
+                was_interrupted = True  # what was found by then is told all the same
     else:
         run_one(report, options, words)
     print(report.text())
     if options.json:
         write_json(options.json, report.to_json())
+    if was_interrupted:
+        return INTERRUPTED_STATUS
     return 1 if report.findings else 0
 
 

@@ -23,6 +23,7 @@ from utils.sample_order import Order
 from utils.schema import Config
 from weather.grid import HOUR, Grid
 
+Example = tuple[np.ndarray, np.ndarray]
 Skill = dict[str, dict[str, dict[str, list[float]]]]  # {score: {forecast: {channel: value at each lead time}}}
 
 
@@ -60,51 +61,78 @@ def roll_out(
     output_files.LAYOUTS. All ranks call this together: data-parallel ranks divide the starts, domain-parallel ranks
     divide the images.
     """
-    n_in, n_out, data, whole = config.n_in_channels, config.n_out_channels, frames.dataset, parallel.whole_images
-    every, all_units, grid = data.description
-    names, units, shown = every[:n_out], all_units[:n_out], every.index(channel)
-    statistics = [values[:n_out] for values in frames.statistics]
-    means, stds, _ = map(torch.from_numpy, statistics)
-    skill = LeadTimeSkill(len(leads), grid.latitude, statistics, frames.device)
-    spectra = LeadTimeSpectra(leads, grid, stds, frames.device)
-    writes = comm.get_rank("image") == comm.get_rank("tp_pp") == 0  # one of the ranks that hold the same forecast
-    example = None
+    rollout = _Rollout(parallel, frames, leads, config, channel)
+    names, units, grid = rollout.names, rollout.units, rollout.grid
+    # One of the ranks that hold the same forecast.
+    writes = comm.get_rank("image") == comm.get_rank("tp_pp") == 0
+    example: Example | None = None
 
     # Every rank makes as many batches of the same size, since all ranks of a sharded model take part in each forward
     # pass: dates after the first `count` of a batch repeat.
     order = Order(len(starts), config.local_batch_size or 1, comm.get_rank("dp"), comm.get_size("dp"))
-
-    def physical(fields):
-        return (fields.cpu() * stds + means).numpy()
-
     parallel.model.eval()
     with torch.no_grad(), autocast(config, frames.device):
         for batch, count in enumerate(order.counts()):
             dates = starts[order.samples(batch)]
-            read = [frames.read(dates + lead * HOUR) for lead in frames.input_leads]
-            latest, made = torch.cat([frame[:, :n_in] for frame in read], 1), rollout_of(config, frames.device)
-            persistence, kept, truths = whole(read[0][:, :n_out])[:count], [], []
-            for step, lead in enumerate(leads):
-                x = frames.with_forcings(latest, dates + (lead - leads[0]) * HOUR)
-                (state,) = made.steps(parallel.model, x, 1)
-                latest = made.moved_on(latest, state)
-                forecast, truth = whole(state)[:count], whole(frames.read(dates + lead * HOUR)[:, :n_out])[:count]
-                skill.update(step, persistence, forecast, truth)
-                spectra.update(step, forecast, truth)
-                if writes and (out or example is None):
-                    kept.append(physical(forecast))
-                if writes and example is None:
-                    truths.append(physical(truth[:1])[:, shown])
-            if kept:
-                fields = np.stack(kept, 1)  # (B, L, C, H, W)
-                if example is None and count:
-                    example = np.concatenate(truths), fields[0, :, shown]
-                if out:
-                    for date, one in zip(dates, fields, strict=False):
-                        write_netcdf(out, forecast_dataset(date, leads, one, names, units, grid, attributes), layout)
-    scores = skill.compute(names)  # a collective: after it, every rank has written its files
-    shown_fields = example or (np.empty(0),) * 2
-    return Result(starts, leads, names, units, grid, scores, spectra.compute(), channel, *shown_fields)
+            is_example = writes and example is None
+            made = rollout.forecast(dates, count, keeps=is_example or (writes and out is not None))
+            if made is None:
+                continue
+            fields, truth = made
+            if is_example and count:
+                example = truth, fields[0, :, rollout.shown]
+            if out:
+                for date, one in zip(dates, fields, strict=False):
+                    write_netcdf(out, forecast_dataset(date, leads, one, names, units, grid, attributes), layout)
+    scores = rollout.skill.compute(names)  # a collective: after it, every rank has written its files
+    truth, forecast = example or (np.empty(0), np.empty(0))
+    return Result(starts, leads, names, units, grid, scores, rollout.spectra.compute(), channel, truth, forecast)
+
+
+class _Rollout:
+    """Forecasts of a model, and the scores of all that were made."""
+
+    def __init__(
+        self, parallel: ParallelModel, frames: DatedFrames, leads: list[int], config: Config, channel: str
+    ) -> None:
+        self.parallel, self.frames, self.leads, self.config = parallel, frames, leads, config
+        self.n_out = config.n_out_channels
+        all_names, all_units, self.grid = frames.dataset.description
+        self.names = all_names[: self.n_out]
+        self.units = all_units[: self.n_out]
+        self.shown = all_names.index(channel)
+        statistics = [values[: self.n_out] for values in frames.statistics]
+        self.means, self.stds, _ = map(torch.from_numpy, statistics)
+        self.skill = LeadTimeSkill(len(leads), self.grid.latitude, statistics, frames.device)
+        self.spectra = LeadTimeSpectra(leads, self.grid, self.stds, frames.device)
+
+    def forecast(self, dates: np.ndarray, count: int, keeps: bool) -> Example | None:
+        """Forecast from some dates, of which the first `count` are scored.
+
+        keeps: whether fields are wanted: forecasts (B, L, C, H, W), and the truth (L, H, W) of the shown channel after
+        the first date, in physical units.
+        """
+        frames, whole = self.frames, self.parallel.whole_images
+        read = [frames.read(dates + lead * HOUR) for lead in frames.input_leads]
+        latest = torch.cat([frame[:, : self.config.n_in_channels] for frame in read], 1)  # (B, frames * C, h, w)
+        persistence = whole(read[0][:, : self.n_out])[:count]  # (b, C, H, W)
+        steps = rollout_of(self.config, frames.device)
+        kept, truths = [], []
+        for step, lead in enumerate(self.leads):
+            x = frames.with_forcings(latest, dates + (lead - self.leads[0]) * HOUR)
+            (state,) = steps.steps(self.parallel.model, x, 1)
+            latest = steps.moved_on(latest, state)
+            forecast = whole(state)[:count]
+            truth = whole(frames.read(dates + lead * HOUR)[:, : self.n_out])[:count]
+            self.skill.update(step, persistence, forecast, truth)
+            self.spectra.update(step, forecast, truth)
+            if keeps:
+                kept.append(self._physical(forecast))
+                truths.append(self._physical(truth[:1])[:, self.shown])
+        return (np.stack(kept, 1), np.concatenate(truths)) if keeps else None
+
+    def _physical(self, fields: Tensor) -> np.ndarray:
+        return (fields.cpu() * self.stds + self.means).numpy()
 
 
 def shown_channel(names: Sequence[str], wanted: str | None) -> str:
