@@ -60,6 +60,16 @@ class DataParallelOptions:
     longest_rollout: int = 1
 
 
+def check_writes(usage: Usage, whole: Collection[str], options: DataParallelOptions) -> None:
+    """Raise LayoutError where a forward pass writes to a parameter that is gathered for it: the copy is given up."""
+    lost = sorted(usage.written - set(whole))
+    if lost:
+        raise LayoutError(
+            f"the forward pass writes to the weight '{lost[0]}', under data_parallel {options.data_parallel} into a "
+            "gathered copy that is given up: use ddp or zero1, or make it a buffer"
+        )
+
+
 def fully_shard_model(
     model: nn.Module, options: DataParallelOptions, device: torch.device, apart: Collection[str], usage: Usage
 ) -> set[str]:
@@ -78,6 +88,7 @@ def fully_shard_model(
     shared = share_out(model, usage, options.wrap_policy, options.wrap_min_params, apart)
     units = shared.units
     check_recomputation(model, units, usage, options)
+    check_writes(usage, shared.whole | set(apart), options)
     hsdp = ("dp_replicate", "dp_shard" if comm.get_size("image") == 1 else "dp_shard_image")
     dtype = GATHER_DTYPES[options.gather_dtype]
     pins = library(device, "Stream") is not None  # copies from pinned memory go on beside computation

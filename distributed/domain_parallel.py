@@ -34,7 +34,7 @@ from distributed.tensor_parallel import tensor_parallel
 from distributed.ties import tie_pieces, tied_names
 from networks.vit import PerAxis, Transformer
 from utils import comm
-from utils.errors import reported_as_usage_error
+from utils.errors import LayoutError, reported_as_usage_error
 from utils.tiles import image_cuts, per_axis
 
 POSITIONS = "pos_embed.weight"  # of a Transformer: one row for each token
@@ -91,14 +91,21 @@ def domain_parallel(
     mesh; with one of them the model stays as it is. patch_size: points along each axis that stay on one rank.
     method: of attention, see distributed/attention.py.
     Returns the Domain, or None with one rank. Raises ValueError for an unknown method, more ranks than patches, heads
-    that all_to_all cannot split, and dropout of attention with ring. Tensor parallelism comes before.
+    that all_to_all cannot split, dropout of attention with ring, and modules that are compiled already. Tensor
+    parallelism comes before.
     """
     set_attention_method(method)
     mesh, ranks = domain_mesh(), comm.get_size("domain")
     if mesh is None:
         return None
     find_libraries()
-    for module in model.modules():
+    for name, module in model.named_modules():
+        is_compiled = type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+        if is_compiled:
+            raise LayoutError(
+                f"module '{name}' is compiled by the model itself, and domain parallel splits what it is given: take "
+                "torch.compile out of the model; --enable_jit compiles its blocks"
+            )
         if isinstance(module, SplittableAttention):
             check_attention(module, method, ranks, "domain parallel")
     domain, forward = Domain(mesh, img_size, patch_size), model.forward

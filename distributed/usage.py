@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.flop_counter import FlopCounterMode
 
+from utils.torch_private import storage_id
+
 SDPA = F.scaled_dot_product_attention
 SEED = 0
 PLAIN = (Tensor, int, float, complex, str, type(None))  # of what a module may return as a unit of fully_shard
@@ -54,6 +56,7 @@ class Usage:
     reached: parameters that the output depends on.
     recomputed: {module that was called in a reentrant checkpoint: whether its first call was}.
     unfit: {module: why it cannot be a unit of fully_shard}.
+    written: parameters that the pass writes to.
     varies: why another pass may use other parameters, "" where nothing says so.
     flops: of the pass, in matrix products and convolutions.
     attention: forms of scaled_dot_product_attention in it.
@@ -64,6 +67,7 @@ class Usage:
     reached: set[str] = field(default_factory=set)
     recomputed: dict[str, bool] = field(default_factory=dict)
     unfit: dict[str, str] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)
     varies: str = ""
     flops: int = 0
     attention: set[AttentionCall] = field(default_factory=set)
@@ -72,6 +76,7 @@ class Usage:
         """Take in what another pass has called; what is reached remains what this one has."""
         self.calls = other.calls | self.calls
         self.unfit = other.unfit | self.unfit
+        self.written |= other.written
         for name, around in other.inside.items():
             self.inside[name] = self.inside.get(name, around) & around
 
@@ -108,6 +113,7 @@ class _Watch:
         self.model, self.usage = model, Usage()
         self.names = {module: name for name, module in model.named_modules()}
         self.parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.memory = {storage_id(parameter): name for name, parameter in model.named_parameters()}
         self.at_work: list[str] = []  # modules, outermost first
         self.arguments: list[list[tuple[Tensor, int]]] = []  # tensors that each of them was given, and their versions
         self.views: list[tuple[str, Tensor, int]] = []  # (module, view that it has returned, its version)
@@ -186,6 +192,19 @@ class _Watch:
             if self.checkpoints:  # its graph is made in the backward pass
                 self.usage.reached.add(name)
 
+    def writes(self, function: Any, args: Any, kwargs: Any) -> None:
+        """An operation is called. What it writes to may be a view of a parameter, or its `data`."""
+        schema = getattr(function, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            return
+        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        for argument in schema.arguments:
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            for leaf in tree_leaves(given.get(argument.name)) if is_written else []:
+                name = self.memory.get(storage_id(leaf)) if isinstance(leaf, Tensor) else None
+                if name is not None:
+                    self.usage.written.add(name)
+
     def attends(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *_: Any, **__: Any) -> None:
         """scaled_dot_product_attention is called with these arguments."""
         self.usage.attention.add(AttentionCall(query.shape[-1], key.shape[-2], attn_mask is not None))
@@ -205,6 +224,7 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.look.used((args, kwargs))
+        self.look.writes(func, args, kwargs or {})
         self.look.called(func)
         return func(*args, **(kwargs or {}))
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from distributed.parallel_model import check_output
 from distributed.protocol import points_kept_together
@@ -135,9 +136,37 @@ def _builder(config):
             raise UsageError(f"{config.config}: model {config.model} makes a {type(model).__name__}, not an nn.Module")
         if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
             complete(model, config)
+        check_registered(model, config)
         return model
 
     return build
+
+
+def check_registered(model: nn.Module, config: Config) -> None:
+    """Raise UsageError for weights in a plain list, tuple, set or dict: no optimizer and no checkpoint sees them."""
+    registered = {id(part) for part in (*model.modules(), *model.parameters())}
+    internal = vars(nn.Module()).keys()
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            is_container = isinstance(value, list | tuple | set | dict)
+            if name in internal or not is_container:
+                continue
+            kind = type(value).__name__
+            for item in tree_leaves(list(value) if kind == "set" else value):
+                if id(item) in registered or not _has_weights(item):
+                    continue
+                place = f"{prefix}.{name}" if prefix else name
+                raise UsageError(
+                    f"{config.config}: model {config.model}: '{place}' is a plain {kind} that holds a "
+                    f"{type(item).__name__}, whose weights nothing would train or save: use nn.ModuleList, "
+                    "nn.ModuleDict or nn.ParameterList"
+                )
+
+
+def _has_weights(item: Any) -> bool:
+    if isinstance(item, nn.Module):
+        return next(item.parameters(), None) is not None
+    return isinstance(item, nn.Parameter)
 
 
 def arguments_of(Model: Callable[..., Any]) -> tuple[set[str], bool]:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -117,12 +117,13 @@ def record(config: Config, device: torch.device, read_data: bool = False, folder
 def build_wide_step(config: Config, device: torch.device) -> TrainingStep:
     """The training step of a config, with a model that has no narrower numbers than the default dtype."""
 
-    def build_wide(config: Config) -> nn.Module:
-        model = build_model(config)
+    def build_wide(config: Config, *place: Any) -> nn.Module:
+        model = build_model(config, *place)
         with keep_ties(model):
             return model._apply(widened)
 
-    with patch("training.assembly.build_model", build_wide):
+    # The look at a model builds one of its own.
+    with patch("training.assembly.build_model", build_wide), patch("training.model.build_model", build_wide):
         return build_step(config, device)
 
 

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_map
 
 from distributed.weight_shards import global_view, take_parts
 from training.checkpoint import CheckpointFolder, State, collect_state, restore_state
+from training.model_state import collect_extra
 from training.step import TrainingStep
 from utils.errors import first_line
 
@@ -17,7 +18,7 @@ def save_state(step: TrainingStep, folder: CheckpointFolder, iteration: int) -> 
     """Save weights, buffers, moments and averages of a training, on all its ranks together."""
     step.parallel.share_buffers()
     view = global_view(state_of(step), step.parallel.split)
-    folder.save(iteration, storable(view), {}, wait=True)
+    folder.save(iteration, storable(view), {"extra": collect_extra(step.parallel.model)}, wait=True)
 
 
 def load_state(step: TrainingStep, folder: CheckpointFolder) -> int:
@@ -27,7 +28,7 @@ def load_state(step: TrainingStep, folder: CheckpointFolder) -> int:
     marker = folder.load_newest(storable(view))
     assert marker is not None
     take_parts(tensors, view, split)
-    restore_state(tensors, step.parallel.model, step.optimizer)
+    restore_state(tensors, step.parallel.model, step.optimizer, extra=marker["trainer"]["extra"])
     return marker["iteration"]
 
 

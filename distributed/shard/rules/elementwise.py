@@ -45,7 +45,7 @@ NOT_MARKED = (  # other names of marked functions, and functions that copy or fi
     "angle", "clone", "detach", "detach_", "alias", "contiguous", "cpu", "cuda", "pin_memory", "zeros_like",
     "ones_like", "empty_like", "full_like", "zero_", "fill_", "copy_", "masked_fill_", "abs_",
 )  # fmt: skip
-POINTWISE = named(*pointwise_names(), *OPERATORS, *NOT_MARKED)
+POINTWISE = [func for func in named(*pointwise_names(), *OPERATORS, *NOT_MARKED) if func not in named("where")]
 DROPOUT = set(named("dropout", "dropout_", "alpha_dropout"))
 DRAWING = named("rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_", "uniform_")
 IN_PLACE = {
@@ -59,6 +59,14 @@ ALONE = 2  # users of the storage of a tensor that has no views: the tensor, and
 LINEAR = set(named("neg", "__neg__", "positive", "clone", "contiguous", "detach", "alias", "cpu", "cuda"))
 SCALING = set(named("mul", "multiply", "div", "true_divide", "divide", "__mul__", "__rmul__", "__truediv__"))
 ADDING = set(named("add", "sub", "subtract", "__add__", "__sub__"))
+
+
+@rule(*named("where"))
+def where(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
+    """Choose between two operands. Of a condition alone the result is indices, as of nonzero, which has no rule."""
+    if len(args) + len(kwargs) == 1:
+        raise no_rule(func, args, kwargs, "the number of its results depends on values")
+    return elementwise(func, *args, **kwargs)
 
 
 @rule(*POINTWISE)
