@@ -159,8 +159,9 @@ def test_a_step_that_overflows_is_skipped(ranks, tiny_config, own):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None], ids=["in bfloat16", "in float64"])
 def test_one_device_has_the_numbers_of_torch(dtype, monkeypatch):
     wide = torch.float32 if dtype else torch.float64
-    if dtype is None:  # torch's products are always in bfloat16
+    if dtype is None:  # torch's products are always in bfloat16, by the method or, from 2.15 on, by the type
         monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.clone())
+        monkeypatch.setattr(torch, "bfloat16", torch.float64)
     shapes = (5, 9), (9, 5), (7, 7)
     ours = [nn.Parameter(torch.randn(shape, dtype=wide)) for shape in shapes]
     theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
