@@ -323,17 +323,17 @@ class RunningPeak(BatchNormNet):
 
 
 class Unsaved(BatchNormNet):
-    """Its state holds what is no tensor."""
+    """Its state holds what no checkpoint can hold."""
 
     def __init__(self, in_channels, out_channels):
         super().__init__(in_channels, out_channels)
         self[1] = nn.Identity()
 
     def get_extra_state(self):
-        return {"version": 3}
+        return {"versions": {3}}
 
     def set_extra_state(self, state):
-        assert state["version"] == 3
+        assert state["versions"] == {3}
 
 
 class Unused(nn.Module):
