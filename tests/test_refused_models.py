@@ -57,18 +57,19 @@ class Listed(nn.Module):
 
 
 class Named(nn.Module):
-    """A plain list beside the registered modules, and one of modules without weights."""
+    """A plain list beside the registered modules, and of modules without weights, and of tensors."""
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
         self.a = nn.Conv2d(in_channels, out_channels, 1)
         self.order = [self.a]
         self.activations = [nn.GELU()]
+        self.offsets = [torch.ones(out_channels, 1, 1)]
 
     def forward(self, x):
         for module in (*self.order, *self.activations):
             x = module(x)
-        return x
+        return x + self.offsets[0]
 
 
 class Found(nn.Module):

@@ -144,29 +144,28 @@ def _builder(config):
 
 def check_registered(model: nn.Module, config: Config) -> None:
     """Raise UsageError for weights in a plain list, tuple, set or dict: no optimizer and no checkpoint sees them."""
-    registered = {id(part) for part in (*model.modules(), *model.parameters())}
+    for place, kind, part in _unregistered(model):
+        has_weights = isinstance(part, nn.Parameter) or (isinstance(part, nn.Module) and bool(part.state_dict()))
+        if has_weights:
+            raise UsageError(
+                f"{config.config}: model {config.model}: '{place}' is a plain {kind} that holds a "
+                f"{type(part).__name__}, whose weights nothing would train or save: use nn.ModuleList, nn.ModuleDict "
+                "or nn.ParameterList"
+            )
+
+
+def _unregistered(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """(name of an attribute, type of its value, part of it): what modules hold that PyTorch does not know of."""
+    registered = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
     internal = vars(nn.Module()).keys()
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
-            is_container = isinstance(value, list | tuple | set | dict)
-            if name in internal or not is_container:
+            if name in internal:
                 continue
-            kind = type(value).__name__
-            for item in tree_leaves(list(value) if kind == "set" else value):
-                if id(item) in registered or not _has_weights(item):
-                    continue
-                place = f"{prefix}.{name}" if prefix else name
-                raise UsageError(
-                    f"{config.config}: model {config.model}: '{place}' is a plain {kind} that holds a "
-                    f"{type(item).__name__}, whose weights nothing would train or save: use nn.ModuleList, "
-                    "nn.ModuleDict or nn.ParameterList"
-                )
-
-
-def _has_weights(item: Any) -> bool:
-    if isinstance(item, nn.Module):
-        return next(item.parameters(), None) is not None
-    return isinstance(item, nn.Parameter)
+            place = f"{prefix}.{name}" if prefix else name
+            for part in tree_leaves(list(value) if isinstance(value, set | frozenset) else value):
+                if id(part) not in registered:
+                    yield place, type(value).__name__, part
 
 
 def arguments_of(Model: Callable[..., Any]) -> tuple[set[str], bool]:
@@ -296,7 +295,7 @@ def build_on_meta(build: Build) -> nn.Module:
         pass
     else:
         # Tensors that no state_dict names, and to(device) does not move.
-        if not any(isinstance(value, Tensor) for module in model.modules() for value in vars(module).values()):
+        if not any(isinstance(part, Tensor) for _, _, part in _unregistered(model)):
             return model
     model = build_whole(build, 0)
     with keep_ties(model):

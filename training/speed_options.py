@@ -102,6 +102,7 @@ def hold_signals_back_in_compilations() -> None:
     callback_handler.register_end_callback(lambda _: held.close())
 
 
+@cache
 def lock_progress_bars_by_threads() -> None:
     """From now on the progress bars of torch's compiler take a lock of this process, not a semaphore of the system.
 

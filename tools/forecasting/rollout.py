@@ -75,7 +75,7 @@ def roll_out(
         for batch, count in enumerate(order.counts()):
             dates = starts[order.samples(batch)]
             is_example = writes and example is None
-            made = rollout.forecast(dates, count, keeps=is_example or (writes and out is not None))
+            made = rollout.forecast(dates, count, keeps=is_example or (writes and out is not None), shows=is_example)
             if made is None:
                 continue
             fields, truth = made
@@ -106,11 +106,11 @@ class _Rollout:
         self.skill = LeadTimeSkill(len(leads), self.grid.latitude, statistics, frames.device)
         self.spectra = LeadTimeSpectra(leads, self.grid, self.stds, frames.device)
 
-    def forecast(self, dates: np.ndarray, count: int, keeps: bool) -> Example | None:
+    def forecast(self, dates: np.ndarray, count: int, keeps: bool, shows: bool) -> Example | None:
         """Forecast from some dates, of which the first `count` are scored.
 
-        keeps: whether fields are wanted: forecasts (B, L, C, H, W), and the truth (L, H, W) of the shown channel after
-        the first date, in physical units.
+        keeps: whether fields are wanted: forecasts (B, L, C, H, W), in physical units. shows: also the truth (L, H, W)
+        of the shown channel after the first date, which is empty without.
         """
         frames, whole = self.frames, self.parallel.whole_images
         read = [frames.read(dates + lead * HOUR) for lead in frames.input_leads]
@@ -128,8 +128,11 @@ class _Rollout:
             self.spectra.update(step, forecast, truth)
             if keeps:
                 kept.append(self._physical(forecast))
+            if shows:
                 truths.append(self._physical(truth[:1])[:, self.shown])
-        return (np.stack(kept, 1), np.concatenate(truths)) if keeps else None
+        if not keeps:
+            return None
+        return np.stack(kept, 1), np.concatenate(truths) if shows else np.empty(0)
 
     def _physical(self, fields: Tensor) -> np.ndarray:
         return (fields.cpu() * self.stds + self.means).numpy()
