@@ -31,6 +31,7 @@ from distributed.split import Split
 from distributed.ties import keep_ties
 from distributed.usage import Usage
 from distributed.weight_shards import fill_weights
+from distributed.written_weights import WriteWatch, check_writes
 from utils import comm
 from utils.device import library, on_capture_stream
 from utils.errors import LayoutError, UsageError, first_line
@@ -60,16 +61,6 @@ class DataParallelOptions:
     longest_rollout: int = 1
 
 
-def check_writes(usage: Usage, whole: Collection[str], options: DataParallelOptions) -> None:
-    """Raise LayoutError where a forward pass writes to a parameter that is gathered for it: the copy is given up."""
-    lost = sorted(usage.written - set(whole))
-    if lost:
-        raise LayoutError(
-            f"the forward pass writes to the weight '{lost[0]}', under data_parallel {options.data_parallel} into a "
-            "gathered copy that is given up: use ddp or zero1, or make it a buffer"
-        )
-
-
 def fully_shard_model(
     model: nn.Module, options: DataParallelOptions, device: torch.device, apart: Collection[str], usage: Usage
 ) -> set[str]:
@@ -88,23 +79,26 @@ def fully_shard_model(
     shared = share_out(model, usage, options.wrap_policy, options.wrap_min_params, apart)
     units = shared.units
     check_recomputation(model, units, usage, options)
-    check_writes(usage, shared.whole | set(apart), options)
-    hsdp = ("dp_replicate", "dp_shard" if comm.get_size("image") == 1 else "dp_shard_image")
+    check_writes(usage, shared.whole | set(apart), options.data_parallel)
     dtype = GATHER_DTYPES[options.gather_dtype]
     pins = library(device, "Stream") is not None  # copies from pinned memory go on beside computation
     offload = CPUOffloadPolicy(pin_memory=pins) if options.cpu_offload else OffloadPolicy()
     common: dict[str, Any] = {
-        "mesh": comm.get_mesh(*hsdp) if options.data_parallel == "hsdp" else comm.get_mesh("dp_image"),
+        "mesh": comm.get_mesh("hsdp" if options.data_parallel == "hsdp" else "dp_image"),
         "reshard_after_forward": options.data_parallel != "zero2",  # zero2 keeps a unit until its backward pass
         "offload_policy": offload,
     }
     wide = torch.get_default_dtype()  # float32, or float64
     of_unit = MixedPrecisionPolicy(dtype, reduce_dtype=wide)
     of_root = MixedPrecisionPolicy(dtype, reduce_dtype=wide, output_dtype=wide)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    gathered = {unit: [names[weight] for weight in shared.weights[unit]] for unit in (model, *units)}
     # The root first: it may take weights that lie in units, where torch would not look for them later.
     for module in (model, *units):
         others = set(module.parameters()) - shared.weights[module]
         fully_shard(module, mp_policy=of_root if module is model else of_unit, ignored_params=others, **common)
+    if usage.varies:
+        WriteWatch(model, gathered, options.data_parallel)
     if options.prefetch:
         for ahead, direction in ((units, "forward"), (units[::-1], "backward")):
             for i, unit in enumerate(ahead):

@@ -12,9 +12,12 @@ A parameter with one row for each token, the position embedding, can be split as
 rank holds, updates and saves the rows of its own tokens; no other domain rank has a gradient for them.
 """
 
+import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +29,7 @@ from distributed.protocol import SplittableAttention, points_kept_together
 from distributed.shard.operands import to_spec
 from distributed.shard.rules.attention import set_attention_method
 from distributed.shard.spec import Axes, Axis, Mesh, Spec, as_mesh, merged, whole
-from distributed.shard.tensor import find_libraries
+from distributed.shard.tensor import INSIDE, find_libraries
 from distributed.shard_tensor import ShardTensor, local, part_of, reduced, replicated, set_fallback, wrap
 from distributed.sharded_units import GATHER_DTYPES
 from distributed.split import Split
@@ -34,7 +37,7 @@ from distributed.tensor_parallel import tensor_parallel
 from distributed.ties import tie_pieces, tied_names
 from networks.vit import PerAxis, Transformer
 from utils import comm
-from utils.errors import LayoutError, reported_as_usage_error
+from utils.errors import LayoutError, UsageError, reported_as_usage_error
 from utils.tiles import image_cuts, per_axis
 
 POSITIONS = "pos_embed.weight"  # of a Transformer: one row for each token
@@ -111,7 +114,12 @@ def domain_parallel(
     domain, forward = Domain(mesh, img_size, patch_size), model.forward
 
     def forward_part(x):
-        y = reduced(forward(wrap(x, domain.spec(x.shape[0], x.shape[1]))))
+        image = wrap(x, domain.spec(x.shape[0], x.shape[1]))
+        try:
+            y = reduced(forward(image))
+        except RuntimeError as error:
+            refuse_compiled(error)
+            raise
         if y.spec.shape[2:] == domain.image.shape:  # as the target is cut, whatever the model has made of the cuts
             y = to_spec(y, domain.spec(y.shape[0], y.shape[1]))
         elif not y.spec.split_dims:
@@ -120,6 +128,21 @@ def domain_parallel(
 
     model.forward = forward_part
     return domain
+
+
+def refuse_compiled(error: RuntimeError) -> None:
+    """Raise UsageError where an error of torch's compiler tells that a model compiles a function by itself."""
+    compiler = sys.modules.get("torch._dynamo.exc")
+    if compiler is None or not isinstance(error, compiler.TorchDynamoException):
+        return
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not frame.filename.startswith(INSIDE):
+            place = f" ({Path(frame.filename).name}, line {frame.lineno})"
+    raise UsageError(
+        f"a function is compiled by the model itself{place}, and domain parallel splits what it is given: take "
+        "torch.compile out of the model; --enable_jit compiles its blocks"
+    ) from error
 
 
 class OnParts:

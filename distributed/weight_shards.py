@@ -97,16 +97,17 @@ def _as_part(tensor, dim):
     if is_dtensor(tensor):
         placements, local = list(tensor.placements), tensor.to_local()
         # tp comes first: a row that is split twice is split by tp, and each piece by the data-parallel ranks.
-        ranks = _ranks().reshape(-1, *tensor.device_mesh.shape)
+        ranks = _ranks(tensor.device_mesh.ndim).reshape(-1, *tensor.device_mesh.shape)
         mesh = DeviceMesh(tensor.device.type, ranks, _init_backend=False)
     shape[dim] *= comm.get_size("tp")
     return as_dtensor(local, mesh, [Shard(dim), *placements], shape)
 
 
-def _ranks():
-    """Ranks of this pipeline stage, (tp, all others)."""
+def _ranks(mesh_dims):
+    """Ranks of this pipeline stage, (tp, all others); of hsdp's mesh of two dimensions the groups come before others."""
     mesh = comm.get_mesh("")
     names = list(mesh.mesh_dim_names)
-    ranks = mesh.mesh.movedim(names.index("pp"), 0)[comm.get_rank("pp")]
-    names.remove("pp")
-    return ranks.movedim(names.index("tp"), 0).flatten(1)
+    first = ["pp", "tp", "dp_replicate"] if mesh_dims == 2 else ["pp", "tp"]
+    ordered = first + [name for name in names if name not in first]
+    ranks = mesh.mesh.permute(*(names.index(name) for name in ordered))
+    return ranks[comm.get_rank("pp")].flatten(1)

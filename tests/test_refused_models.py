@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from tests.support.layout_parity import build, check_in_double, train
 from tests.support.refusals import refusal
 from tools.layout_check.saving import why_not_saved
-from training.model import build_model
+from training.model import build_model, examine
 from utils.errors import UsageError
 
 HERE = "tests.test_refused_models"
@@ -41,6 +41,38 @@ class Renormed(nn.Module):
     def forward(self, x):
         number = torch.tensor([3], device=x.device)
         return self.a(x) + self.table(number).view(1, -1, 1, 1)
+
+
+class ClampedLater(nn.Module):
+    """Keeps a weight within bounds where the image is not all zeros, as it is when a model is looked at."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.first = nn.Conv2d(in_channels, in_channels, 1)
+        self.scale = nn.Parameter(torch.ones(in_channels, 1, 1))
+        self.a = nn.Conv2d(in_channels, out_channels, 1)
+
+    def forward(self, x):
+        if x.abs().sum() > 0:
+            with torch.no_grad():
+                self.scale.clamp_(-0.05, 0.05)
+        return self.a(self.first(x) * self.scale)
+
+
+class Made(nn.Module):
+    """Makes a weight, or a layer, where it sees the first image. attribute: which."""
+
+    def __init__(self, in_channels, out_channels, attribute):
+        super().__init__()
+        self.a = nn.Conv2d(in_channels, out_channels, 1)
+        self.attribute, self.scale, self.layer = attribute, None, None
+
+    def forward(self, x):
+        if self.attribute == "scale" and self.scale is None:
+            self.scale = nn.Parameter(torch.ones(x.shape[1], 1, 1, device=x.device))
+        if self.attribute == "layer" and self.layer is None:
+            self.layer = nn.Conv2d(x.shape[1], x.shape[1], 1, device=x.device)
+        return self.a(x)
 
 
 class Listed(nn.Module):
@@ -99,6 +131,33 @@ class Compiled(nn.Module):
         return self.a(x)
 
 
+class CompiledFunction(nn.Module):
+    """Compiles a function that its forward pass calls."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.a = nn.Conv2d(in_channels, out_channels, 1)
+        self.activate = torch.compile(torch.relu, backend="eager")
+
+    def forward(self, x):
+        return self.activate(self.a(x))
+
+
+class OfWholeTensors(nn.Module):
+    """Chooses channels by their means, which every rank has whole, with operations that have no rule."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.a = nn.Conv2d(in_channels, out_channels, 1)
+
+    def forward(self, x):
+        h = self.a(x)
+        means = h.mean((0, 2, 3))
+        order = torch.nonzero(means.detach() > -100).squeeze(1)
+        values, _ = torch.linalg.eigh(torch.outer(means, means) + torch.diag(means.detach() + 1))
+        return h[:, order.flip(0)] + values.sum()
+
+
 class Typed(nn.Module):
     """Names the type of its weights, and products of it do not promote; counts in an extra state."""
 
@@ -140,6 +199,20 @@ def test_a_weight_that_a_forward_pass_writes_to_is_not_gathered_for_it(ranks, ti
         check_in_double(ranks, tiny_config, f"dp2,data_parallel={strategy}", SIZES | options)
 
 
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_a_weight_that_only_some_passes_write_to_ends_the_run_that_would_lose_it(ranks, tiny_config, strategy):
+    config = tiny_config(**SIZES, model=f"{HERE}:ClampedLater", data_parallel=strategy)
+    for line in ranks(2, fails, config):
+        assert "UsageError: the forward pass writes to the weight 'scale'" in line and "use ddp or zero1" in line
+    check_in_double(ranks, tiny_config, "dp2,data_parallel=zero1", SIZES | {"model": f"{HERE}:ClampedLater"})
+
+
+@pytest.mark.parametrize("attribute", ["scale", "layer"])
+def test_a_weight_that_a_forward_pass_makes_is_named(tiny_config, attribute):
+    with refusal(f"makes the weight '{attribute}.* in its forward pass, so no optimizer would train it"):
+        examine(tiny_config(**SIZES, model=f"{HERE}:Made", model_args={"attribute": attribute}))
+
+
 @pytest.mark.parametrize("kind", ["list", "tuple", "set", "dict"])
 def test_weights_in_a_plain_container_are_refused(tiny_config, kind):
     with refusal(f"'layers' is a plain {kind} that holds a Conv2d, whose weights nothing would train"):
@@ -169,6 +242,15 @@ def test_indices_of_a_condition_have_no_rule_and_a_choice_between_two_has(ranks,
 def test_a_model_that_compiles_a_layer_itself_is_not_split(ranks, tiny_config):
     for line in ranks(2, refused, tiny_config(**SIZES, model=f"{HERE}:Compiled", domain_parallel=2)):
         assert "module 'a' is compiled by the model itself" in line
+
+
+def test_a_function_that_a_model_compiles_itself_is_named_by_its_place(ranks, tiny_config):
+    for line in ranks(2, fails, tiny_config(**SIZES, model=f"{HERE}:CompiledFunction", domain_parallel=2)):
+        assert "UsageError: a function is compiled by the model itself (test_refused_models.py, line" in line
+
+
+def test_what_every_rank_has_whole_needs_no_rule(ranks, tiny_config):
+    check_in_double(ranks, tiny_config, "domain2", SIZES | {"model": f"{HERE}:OfWholeTensors"})
 
 
 def test_the_check_widens_every_look_at_a_model(ranks, tiny_config):

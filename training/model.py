@@ -15,7 +15,7 @@ import importlib
 import inspect
 import re
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from inspect import Parameter
 from typing import Any, NamedTuple
 
@@ -257,6 +257,7 @@ def examine(config: Config) -> Facts:
     problems: dict[str, Exception] = {}
     for device, samples in ATTEMPTS:
         model = build_model(config, device)
+        weights = dict(model.named_parameters())
         try:
             output, usage = watch(model, torch.zeros(samples, *image, device=device))
             break
@@ -267,6 +268,7 @@ def examine(config: Config) -> Facts:
         raise UsageError(
             f"{config.config}: model {config.model} fails on an input of {[1, *image]}: {_in_one_line(problem)}"
         ) from problem
+    check_made(model, weights, config)
     check_output(output, f"{config.config}: model {config.model}")
     if not output.requires_grad:
         raise UsageError(
@@ -276,6 +278,16 @@ def examine(config: Config) -> Facts:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     shape = (output.shape[0] // samples, *output.shape[1:]) if output.dim() else ()
     return Facts(shape, parameters, usage.flops // samples, points_kept_together(model), usage)
+
+
+def check_made(model: nn.Module, weights: Mapping[str, nn.Parameter], config: Config) -> None:
+    """Raise UsageError where a forward pass has made a weight. weights: those that the model had before it, by name."""
+    for name, parameter in model.named_parameters():
+        if parameter is not weights.get(name):
+            raise UsageError(
+                f"{config.config}: model {config.model} makes the weight '{name}' in its forward pass, so no optimizer "
+                "would train it: make it in __init__, or by a lazy module of torch (nn.LazyConv2d)"
+            )
 
 
 def _in_one_line(error):

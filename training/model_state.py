@@ -117,6 +117,6 @@ def check_unchanged(before: dict[str, str], now: dict[str, str]) -> None:
         if before.get(name) != now.get(name):
             was, became = (known.get(name, "not there") for known in (before, now))
             raise UsageError(
-                f"the model's buffer '{name}' was {was} before the first step and is {became} now, so a checkpoint "
-                "could not be read back: register it as it will be, or with persistent=False, which leaves it out"
+                f"the model's state '{name}' was {was} before the first step and is {became} now, so a checkpoint "
+                "could not be read back: make it in __init__ as it will be; a buffer with persistent=False is left out"
             )

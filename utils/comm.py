@@ -58,7 +58,7 @@ class NotConnectedError(UsageError):
 
 _listener: FailureListener | None = None
 _patience = datetime.timedelta(seconds=600)  # of every group
-_meshes: dict[str, DeviceMesh] = {}  # by name of a dimension, or of combined ones; "" is the whole mesh
+_meshes: dict[str, DeviceMesh] = {}  # by name of a dimension, or of combined ones; "" is the whole mesh, see _mesh_of_hsdp
 
 
 def init(device_name: str = "auto", timeout: float = 600, cpu_offload: bool = False) -> torch.device:
@@ -185,6 +185,7 @@ def build_mesh(device: torch.device, layout: Layout) -> None:
             _meshes[name] = mesh[several[0]]
         else:
             _meshes[name] = flattened(mesh[tuple(d for d in dims if d in parts)], name)
+    _meshes["hsdp"] = _mesh_of_hsdp(mesh)
     for group in {mesh.get_group() for mesh in _meshes.values() if mesh.ndim == 1}:
         set_group_timeout(group)
 
@@ -213,6 +214,25 @@ def get_mesh(*names: str) -> DeviceMesh | None:
     if not _meshes:
         return None
     return _meshes[names[0]] if len(names) == 1 else _meshes[""][names]
+
+
+def _mesh_of_hsdp(mesh: DeviceMesh) -> DeviceMesh:
+    """Two dimensions of the whole mesh: groups that hold copies of sharded parameters, and the ranks of a group.
+
+    torch cuts it out of the whole mesh only where the dimensions are in that order there.
+    """
+    outer, inner = "dp_replicate", "dp_shard" if get_size("image") == 1 else "dp_shard_image"
+    names = list(mesh.mesh_dim_names or ())
+    outer_dim = names.index(outer)
+    inner_dims = [names.index(name) for name in names if name in COMBINED.get(inner, {inner})]
+    if outer_dim < min(inner_dims):
+        return mesh[outer, inner]
+    others = [dim for dim in range(mesh.ndim) if dim != outer_dim and dim not in inner_dims]
+    # (meshes, groups, ranks of a group)
+    ranks = mesh.mesh.permute(*others, outer_dim, *inner_dims).reshape(-1, get_size(outer), get_size(inner))
+    (own,) = (table for table in ranks if rank() in table)
+    groups = [_meshes[outer].get_group(), _meshes[inner].get_group()]
+    return DeviceMesh.from_group(groups, mesh.device_type, own, mesh_dim_names=(outer, inner))
 
 
 def get_group(name: str) -> dist.ProcessGroup | None:

@@ -2,6 +2,8 @@
 
 Every rank gathers all ShardTensors among the arguments, runs the operation on whole tensors, and keeps its own part of
 each result. Numbers and gradients are exact; time and memory are those of the whole. Every call is counted.
+
+Where all of them are whole on every rank already, nothing is gathered, and the operation is computed in any case.
 """
 
 from collections import Counter
@@ -45,7 +47,7 @@ def set_fallback(fallback: str) -> None:
     calls.clear()
     gathered.clear()
     made_whole.clear()
-    shard_tensor.on_refusal = on_whole_tensors if fallback == "gather" else None
+    shard_tensor.on_refusal = on_whole_tensors if fallback == "gather" else where_whole
 
 
 def report() -> list[str]:
@@ -59,6 +61,15 @@ def report() -> list[str]:
         ],
     }
     return [f"{title}: {'; '.join(operations)}" for title, operations in found.items() if operations]
+
+
+def where_whole(func: Callable, args: Sequence[Any], kwargs: dict[str, Any], refusal: Exception) -> Any:
+    """As `on_whole_tensors`, of ShardTensors that every rank has whole; raises `refusal` for any others."""
+    leaves, _ = tree_flatten((tuple(args), kwargs))
+    for x in leaves:
+        if isinstance(x, ShardTensor) and (x.spec.split_dims or x.spec.partial):
+            raise refusal
+    return on_whole_tensors(func, args, kwargs, refusal)
 
 
 def on_whole_tensors(func: Callable, args: Sequence[Any], kwargs: dict[str, Any], refusal: Exception) -> Any:
@@ -80,8 +91,7 @@ def on_whole_tensors(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]
     wholes = [local(replicated(x)).clone() if isinstance(x, ShardTensor) else shared(x, everywhere) for x in leaves]
     name = name_of(func)
     if not torch.compiler.is_compiling():
-        calls[name] += 1
-        gathered[name] += sum(w.nbytes for x, w in zip(leaves, wholes, strict=True) if isinstance(x, ShardTensor))
+        _count(name, leaves, wholes)
     tensors = [(x, w, w._version) for x, w in zip(leaves, wholes, strict=True) if isinstance(w, Tensor)]
     whole_args, whole_kwargs = tree_unflatten(wholes, structure)
     out = func(*whole_args, **whole_kwargs)
@@ -106,6 +116,17 @@ def on_whole_tensors(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]
         return own
 
     return tree_map(part, out)
+
+
+def _count(name, leaves, wholes):
+    """Count a call, and the bytes of what was gathered for it; nothing where all was whole already."""
+    made = 0
+    for x, whole_x in zip(leaves, wholes, strict=True):
+        if isinstance(x, ShardTensor) and (x.spec.split_dims or x.spec.partial):
+            made += whole_x.nbytes
+    if made:
+        calls[name] += 1
+        gathered[name] += made
 
 
 def _write_back(x, w, refusal):
@@ -138,3 +159,6 @@ def _split(y: Tensor, specs: Sequence[Spec], mesh: Mesh) -> ShardTensor:
             part = to_spec(copy, Spec(mesh, tuple(dims)))
             return wrap(local(part).clone(), part.spec)
     return copy
+
+
+set_fallback("error")

@@ -294,7 +294,7 @@ def name_of(func: Callable) -> str:
     return getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name
 
 
-on_refusal: Callable[[Callable, Sequence[Any], dict[str, Any], Exception], Any] | None = None  # of shard/fallback.py
+on_refusal: Callable[[Callable, Sequence[Any], dict[str, Any], Exception], Any] | None = None  # set by shard/fallback.py
 
 
 def _refused(error, func, args, kwargs):

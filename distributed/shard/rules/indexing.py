@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from distributed.halo import bounds
+from distributed.shard.operands import reduced
 from distributed.shard.rules.along import made_whole
 from distributed.shard.rules.lookup import mask_of, masked, rows_of_plain
 from distributed.shard.rules.windows import no_outputs
@@ -120,7 +121,9 @@ def index_items(func: Callable, x: ShardTensor, index: Any) -> list[Any]:
         if isinstance(item, list | range):
             items[i] = item = torch.as_tensor(list(item))
         if isinstance(item, ShardTensor):
-            raise no_rule(func, (x, item), {}, "indices that are a ShardTensor; take their full_tensor()")
+            if item.spec.split_dims:
+                raise no_rule(func, (x, item), {}, "indices that are split; take their full_tensor()")
+            items[i] = item = local(reduced(item))
         if isinstance(item, Tensor) and item.dtype == torch.bool and item.dim() == 1:
             items[i] = item = item.nonzero().squeeze(1)
         if isinstance(item, bool) or (isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)):
