@@ -1,5 +1,6 @@
 """Checkpoints are whole or passed over, written while training goes on, and nothing in them is unpickled."""
 
+import json
 import logging
 import os
 import pickle
@@ -23,6 +24,7 @@ from training.checkpoint_files import (
     CheckpointError,
     bytes_of,
     describe,
+    digest,
     verify,
     write_safetensors,
 )
@@ -178,6 +180,35 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(folder, damage, 
     assert load(folder)[0]["iteration"] == 2
 
 
+def with_hashes(ckpt, algorithm):
+    """Give the marker of a checkpoint hashes by another algorithm."""
+    marker = json.loads((ckpt / MARKER).read_text())
+    del marker["sha256"]
+    marker["files"] = {name: describe(ckpt / name, algorithm) for name in marker["files"]}
+    (ckpt / MARKER).write_text(json.dumps({"sha256": digest(marker), **marker}))
+
+
+def test_hashes_of_earlier_versions_are_checked_as_well(folder):
+    save(folder, 1)
+    ckpt = save(folder, 2)
+    with_hashes(ckpt, "sha256")
+    assert load(folder)[0]["iteration"] == 2
+    flip_bit(next(ckpt.glob("*.safetensors")))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        verify(ckpt)
+    assert load(folder)[0]["iteration"] == 1
+
+
+def test_a_hash_that_nobody_knows_is_no_whole_checkpoint(folder):
+    ckpt = save(folder, 1)
+    marker = json.loads((ckpt / MARKER).read_text())
+    del marker["sha256"]
+    marker["files"] = {name: {"bytes": held["bytes"], "newer": "0"} for name, held in marker["files"].items()}
+    (ckpt / MARKER).write_text(json.dumps({"sha256": digest(marker), **marker}))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        verify(ckpt)
+
+
 def full_disk(*_args, **_kwargs):
     raise OSError(28, "No space left on device")
 
@@ -236,16 +267,6 @@ def test_a_save_hashes_what_it_writes_and_reads_no_file_back(folder, monkeypatch
     assert verify(path)["iteration"] == 1
 
 
-def test_a_process_that_can_start_no_thread_writes_and_hashes_all_the_same(folder, monkeypatch):
-    """At its end, a process starts no more threads, and may still have a write in flight."""
-
-    def refuse(thread):
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    monkeypatch.setattr(checkpoint_files._Hashing, "start", refuse)
-    assert verify(save(folder, 1))["iteration"] == 1
-
-
 def save_two(path):
     """Run on every rank: two checkpoints of one state, of which each rank writes a file."""
     folder = CheckpointFolder(path, keep=2)
@@ -260,9 +281,9 @@ def load_newest(path, hidden=()):
     """
     hashed, whole, exists = [], checkpoint_files.describe, Path.exists
 
-    def counted(path):
+    def counted(path, algorithm):
         hashed.append(path.name)
-        return whole(path)
+        return whole(path, algorithm)
 
     def seen(path, **kwargs):
         is_hidden = path.name in hidden and comm.rank() == 1
@@ -411,10 +432,10 @@ def test_a_file_that_cannot_be_read_is_passed_over(folder, monkeypatch, caplog):
     newest = save(folder, 2)
     whole = checkpoint_files.describe
 
-    def refuse(path):
+    def refuse(path, algorithm):
         if path.parent == newest:
             raise PermissionError(13, "Permission denied", str(path))
-        return whole(path)
+        return whole(path, algorithm)
 
     monkeypatch.setattr(checkpoint_files, "describe", refuse)
     assert load(folder)[0]["iteration"] == 1

@@ -27,7 +27,7 @@ def test_show_lists_a_checkpoint_and_says_that_it_is_whole(folder, capsys):
         text = capsys.readouterr().out
         for line in (
             f"checkpoint   {path}", "iteration    2", "val_loss     0.25", "config       short", "world size   1",
-            "SHA-256      verified, 1 files", "model        4 tensors, 26 values, 104 bytes",
+            "hashes       verified, 1 files", "model        4 tensors, 26 values, 104 bytes",
             "optimizer    12 tensors, 56 values, 224 bytes",
         ):  # fmt: skip
             assert line in text.splitlines(), text

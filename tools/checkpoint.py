@@ -74,7 +74,7 @@ def show(path: Path | str) -> None:
     print(f"val_loss     {marker['val_loss']}")
     print(f"config       {(marker['config'] or {}).get('config')}")
     print(f"world size   {marker['world_size']}")
-    print(f"SHA-256      verified, {len(marker['files'])} files")
+    print(f"hashes       verified, {len(marker['files'])} files")
     tensors = dict(sorted(stored_tensors(folder).items()))
     rows = [
         (name, str(list(t.size)), str(t.properties.dtype).removeprefix("torch."), len(t.chunks), _bytes(t))

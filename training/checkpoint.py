@@ -2,7 +2,7 @@
 
 One folder per checkpoint, `iter-00000500`: every rank's tensors in a safetensors file, by torch.distributed.checkpoint,
 which reshards them for whoever loads them; everything else (iteration, running sums, scaler state, config) in
-`complete.json`. That file is the completion marker: written last, it lists every other file with size and SHA-256. The
+`complete.json`. That file is the completion marker: written last, it lists every other file with size and hash. The
 folder is written under a temporary name and then renamed. A file is hashed while it is written, and not read back: what
 a disk garbles is found at the next load, for which each rank hashes its share of the files.
 `python -m tools.checkpoint` shows a checkpoint, and exports its weights.

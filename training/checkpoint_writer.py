@@ -18,7 +18,7 @@ from training.checkpoint_files import SUFFIX, write_shards
 class ShardWriter(StorageWriter):
     """For dcp.save: makes `folder`, writes each rank's tensors into one file, then calls complete(files) on rank 0.
 
-    files: {name: bytes and SHA-256}. The tensors must be on the CPU.
+    files: {name: bytes and hash}. The tensors must be on the CPU.
     torch's HuggingFaceStorageWriter writes the same format, but first puts the whole file together in memory, and holds
     the interpreter lock, without which training cannot go on, while it does.
     """
