@@ -104,7 +104,7 @@ def _as_part(tensor, dim):
 
 
 def _ranks(mesh_dims):
-    """Ranks of this pipeline stage, (tp, all others); of hsdp's mesh of two dimensions the groups come before others."""
+    """Ranks of this pipeline stage: (tp, all others), or in the order of hsdp's mesh, which has two dimensions."""
     mesh = comm.get_mesh("")
     names = list(mesh.mesh_dim_names)
     first = ["pp", "tp", "dp_replicate"] if mesh_dims == 2 else ["pp", "tp"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-SUBMIT = sorted(path.name for path in REPOSITORY.glob("submit_*.sh"))
+SUBMIT = sorted(path.name for path in REPOSITORY.glob("submit_*.sh") if not path.is_symlink())
 # An srun that prints the command of a task, word by word; to stderr go its own options.
 SRUN = """#!/bin/bash
 while [[ $1 != task ]]; do echo "srun $1" >&2; shift; done
@@ -54,6 +54,21 @@ def test_outside_slurm_a_submit_script_says_what_to_do():
     result = run(["bash", "submit_pm.sh"])
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "error: no Slurm job here: submit with sbatch, or run python train.py\n"
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("submit_pm_dp.sh", "submit_dp.sh"), ("submit_pm_mp.sh", "submit_mp.sh")])
+def test_names_that_users_of_nersc_type_are_links_to_ours(theirs, ours):
+    assert (REPOSITORY / theirs).readlink() == Path(ours)
+    assert run(["bash", theirs]).stderr == run(["bash", ours]).stderr
+
+
+def test_their_program_with_graphs_says_which_option_it_is():
+    result = run([sys.executable, "train_mp_graphs.py", "--config=mp", "--run_num=a b"])
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        "error: train_mp_graphs.py is an option of train_mp.py here: "
+        "give train_mp.py --enable_cuda_graphs --config=mp '--run_num=a b'\n"
+    )
 
 
 def write_program(path, text):

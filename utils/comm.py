@@ -58,7 +58,8 @@ class NotConnectedError(UsageError):
 
 _listener: FailureListener | None = None
 _patience = datetime.timedelta(seconds=600)  # of every group
-_meshes: dict[str, DeviceMesh] = {}  # by name of a dimension, or of combined ones; "" is the whole mesh, see _mesh_of_hsdp
+# By name of a dimension, or of combined ones; "" is the whole mesh, and "hsdp" that of _mesh_of_hsdp.
+_meshes: dict[str, DeviceMesh] = {}
 
 
 def init(device_name: str = "auto", timeout: float = 600, cpu_offload: bool = False) -> torch.device:
