@@ -30,9 +30,11 @@ def main(argv: list[str] | None = None) -> int | None:
     step = TrainingStep(config, device, parallel, optimizer, task)
 
     with Run(config, step, task, loaders) as run:  # continues from the newest checkpoint in its folder
-        for x, y in run.batches():
-            loss = step(run.iteration, x, y)  # forward, backward, update
-            run.after_step(loss)  # log, validate, save, each where it is due
+        for iteration in run.iterations():
+            with iteration:
+                x, y = iteration.batch()
+                output = step(iteration.number, x, y, log_norm=iteration.is_read)  # forward, backward, update
+                iteration.finish(output)  # log, validate, save, each where it is due
     return run.status()
 
 

@@ -80,6 +80,8 @@ def fully_shard_model(
     units = shared.units
     check_recomputation(model, units, usage, options)
     check_writes(usage, shared.whole | set(apart), options.data_parallel)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    gathered = {unit: [names[weight] for weight in shared.weights[unit]] for unit in (model, *units)}
     dtype = GATHER_DTYPES[options.gather_dtype]
     pins = library(device, "Stream") is not None  # copies from pinned memory go on beside computation
     offload = CPUOffloadPolicy(pin_memory=pins) if options.cpu_offload else OffloadPolicy()
@@ -91,8 +93,6 @@ def fully_shard_model(
     wide = torch.get_default_dtype()  # float32, or float64
     of_unit = MixedPrecisionPolicy(dtype, reduce_dtype=wide)
     of_root = MixedPrecisionPolicy(dtype, reduce_dtype=wide, output_dtype=wide)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    gathered = {unit: [names[weight] for weight in shared.weights[unit]] for unit in (model, *units)}
     # The root first: it may take weights that lie in units, where torch would not look for them later.
     for module in (model, *units):
         others = set(module.parameters()) - shared.weights[module]

@@ -111,15 +111,11 @@ def domain_parallel(
             )
         if isinstance(module, SplittableAttention):
             check_attention(module, method, ranks, "domain parallel")
-    domain, forward = Domain(mesh, img_size, patch_size), model.forward
+    domain = Domain(mesh, img_size, patch_size)
+    forward = refusing_compiled_functions(model.forward)
 
     def forward_part(x):
-        image = wrap(x, domain.spec(x.shape[0], x.shape[1]))
-        try:
-            y = reduced(forward(image))
-        except RuntimeError as error:
-            refuse_compiled(error)
-            raise
+        y = reduced(forward(wrap(x, domain.spec(x.shape[0], x.shape[1]))))
         if y.spec.shape[2:] == domain.image.shape:  # as the target is cut, whatever the model has made of the cuts
             y = to_spec(y, domain.spec(y.shape[0], y.shape[1]))
         elif not y.spec.split_dims:
@@ -130,19 +126,31 @@ def domain_parallel(
     return domain
 
 
-def refuse_compiled(error: RuntimeError) -> None:
-    """Raise UsageError where an error of torch's compiler tells that a model compiles a function by itself."""
-    compiler = sys.modules.get("torch._dynamo.exc")
-    if compiler is None or not isinstance(error, compiler.TorchDynamoException):
-        return
+def refusing_compiled_functions(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward function that raises UsageError where the model compiles a function inside it by itself."""
+
+    def call(*args: Any) -> Any:
+        try:
+            return forward(*args)
+        except RuntimeError as error:
+            compiler = sys.modules.get("torch._dynamo.exc")
+            if compiler is not None and isinstance(error, compiler.TorchDynamoException):
+                raise compiled_by_the_model(error) from error
+            raise
+
+    return call
+
+
+def compiled_by_the_model(error: RuntimeError) -> UsageError:
+    """The refusal of a compiled function, with the model's line that called it. error: of torch's compiler."""
     place = ""
     for frame in traceback.extract_tb(error.__traceback__):
         if not frame.filename.startswith(INSIDE):
             place = f" ({Path(frame.filename).name}, line {frame.lineno})"
-    raise UsageError(
+    return UsageError(
         f"a function is compiled by the model itself{place}, and domain parallel splits what it is given: take "
         "torch.compile out of the model; --enable_jit compiles its blocks"
-    ) from error
+    )
 
 
 class OnParts:

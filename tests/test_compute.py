@@ -26,7 +26,7 @@ def batch(config, device=CPU):
 
 def losses_and_weights(config, steps=5, device=CPU):
     model, step = build(config, device)
-    losses = torch.tensor([step(i, *batch(config, device)).item() for i in range(steps)])
+    losses = torch.tensor([step(i, *batch(config, device)).loss.item() for i in range(steps)])
     return losses, torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
 
 

@@ -204,8 +204,9 @@ def test_a_run_has_a_graph_for_each_length_of_a_rollout_and_drops_them_when_it_c
     monkeypatch.setattr(run_module, "synchronize", waits.append)
     with no_collection(), pytest.raises(error) if error else contextlib.nullcontext():
         with Run(config, step, task, task.loaders(CPU)) as run:
-            for x, y in run.batches():
-                run.after_step(step(run.iteration, x, y))
+            for iteration in run.iterations():
+                with iteration:
+                    iteration.finish(step(iteration.number, *iteration.batch()))
             graphs = graphs_of(step)
             assert len(graphs) == 2 and all(graph() for graph in graphs)
             if error:
@@ -246,7 +247,7 @@ def test_a_captured_replica_trains_like_an_eager_one(tiny_config, nccl, options)
             ddp = DistributedDataParallel(model, device_ids=[0], gradient_as_bucket_view=True, static_graph=True)
         parallel = ParallelModel(model, ddp, Split(), replicated=True)
         step = TrainingStep(config, CUDA, parallel, build_optimizer(config, parallel, CUDA), build_task(config))
-        return torch.stack([step(i, *batch(config, CUDA)) for i in range(DDP_WARMUP_STEPS + 9)]).cpu()
+        return torch.stack([step(i, *batch(config, CUDA)).loss for i in range(DDP_WARMUP_STEPS + 9)]).cpu()
 
     torch.testing.assert_close(losses(True), losses(False), rtol=1e-3, atol=1e-4)
 

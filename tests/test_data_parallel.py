@@ -232,7 +232,7 @@ def test_hsdp_reduces_inside_a_group_then_between_groups(ranks, tiny_config):
     assert calls == {"all_gather": 2 * units, "reduce_scatter": units, "all_reduce": units}
 
 
-def weights_after_a_resume(config, settle):
+def weights_after_a_resume(config, warm_up):
     """Tell whether weights after 6 steps are the same without and with a stop after 3."""
     batch = torch.Generator().manual_seed(comm.rank())
     batches = torch.randn(6, 2, 1, 20, *config.img_size, generator=batch)
@@ -248,17 +248,17 @@ def weights_after_a_resume(config, settle):
     expected = trained(step, range(3, 6))
     step = build(config)
     restore_state(kept, step.parallel.model, step.optimizer)
-    if settle:
-        step.settle(*batches[3])
+    if warm_up:
+        step.warm_up_ddp_buckets(*batches[3])
     return all(map(torch.equal, trained(step, range(3, 6)), expected))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_a_resumed_run_of_four_ranks_goes_on_bit_for_bit(ranks, tiny_config, strategy):
     config = tiny_config(**PARITY | {"global_batch_size": 4, "depth": 2}, data_parallel=strategy)
-    assert ranks(4, weights_after_a_resume, config, settle=True) == [True] * 4
-    if strategy == "ddp":  # what settle is for
-        assert ranks(4, weights_after_a_resume, config, settle=False) == [False] * 4
+    assert ranks(4, weights_after_a_resume, config, warm_up=True) == [True] * 4
+    if strategy == "ddp":  # what it is for
+        assert ranks(4, weights_after_a_resume, config, warm_up=False) == [False] * 4
 
 
 def validate(config):

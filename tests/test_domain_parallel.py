@@ -119,7 +119,7 @@ def train_and_validate(config, steps=6):
     """Losses of a model, on its own images, and the scores of a validation."""
     step, task = build(config), build_task(config)
     train_loader, valid_loader = task.build_loaders(CPU)
-    losses = torch.stack([step(i, x, y) for i, (x, y) in enumerate(train_loader.train(0, 0, steps))])
+    losses = torch.stack([step(i, x, y).loss for i, (x, y) in enumerate(train_loader.train(0, 0, steps))])
     return comm.all_reduce(losses) / comm.world_size(), task.build_validator(valid_loader).run(step.parallel)
 
 

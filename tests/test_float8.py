@@ -32,7 +32,7 @@ def learn(config):
     """Losses of 50 steps over one batch, which can be learned."""
     step = build_step(config, CPU)
     x = torch.randn(config.global_batch_size, 20, *config.img_size, generator=torch.Generator().manual_seed(1))
-    return [step(i, x, x.roll(1, -1)).item() for i in range(50)]
+    return [step(i, x, x.roll(1, -1)).loss.item() for i in range(50)]
 
 
 @torchao

@@ -67,7 +67,7 @@ def test_ddp_sees_its_first_backward_pass_on_the_stream_of_graphs(tiny_config, m
     monkeypatch.setattr(step, "on_capture_stream", lambda: Told(log, "stream"))
     predict = built.task.predict
     monkeypatch.setattr(built.task, "predict", lambda *args: log.append("forward") or predict(*args))
-    built.settle(*random_batch(built.task, CPU))
+    built.warm_up_ddp_buckets(*random_batch(built.task, CPU))
     one = ["in stream", "forward", "out of stream"] if graphs else ["forward"]
     assert log == 2 * one
 

@@ -132,7 +132,7 @@ def train_and_stop(config, folder, stops):
         if start:
             checkpoints.load_newest(tensors)
             restore_state(tensors | {"random": {}}, step.parallel.model, step.optimizer)
-            step.settle(*torch.randn(2, 2, 20, *config.img_size))
+            step.warm_up_ddp_buckets(*torch.randn(2, 2, 20, *config.img_size))
         train_steps(step, config, start, stop)
         step.parallel.share_buffers()
         checkpoints.save(stop, collect_state(step.parallel.model, step.optimizer), {}, wait=True)

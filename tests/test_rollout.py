@@ -110,7 +110,7 @@ def validated_between_steps(config, average):
     x, y = (own_part(part, config) for part in build_task(config).random_batch(torch.Generator().manual_seed(1)))
     losses = []
     for i in range(4):
-        losses.append(step(i, x, y))
+        losses.append(step(i, x, y).loss)
         if average:
             with torch.no_grad(), other.in_use():
                 step.parallel.predict(x[:, : config.model_in_channels], 20)

@@ -54,11 +54,11 @@ def stop_after(monkeypatch, iteration):
     """The signal arrives while this iteration is computed."""
     step = TrainingStep.__call__
 
-    def stopping(self, done, x, y):
-        loss = step(self, done, x, y)
+    def stopping(self, done, *batch, **options):
+        output = step(self, done, *batch, **options)
         if done + 1 == iteration:
             os.kill(os.getpid(), signal.SIGTERM)
-        return loss
+        return output
 
     monkeypatch.setattr(TrainingStep, "__call__", stopping)
 
@@ -187,10 +187,10 @@ def test_a_finished_run_shows_its_result_again(run, capsys):
 def test_a_loss_that_is_not_finite_ends_the_run_and_names_iteration_and_checkpoint(run, monkeypatch):
     step = TrainingStep.__call__
 
-    def poisoned(self, iteration, x, y):
+    def poisoned(self, iteration, *batch, **options):
         if iteration == 9:
             next(self.parallel.model.parameters()).data.fill_(math.nan)
-        return step(self, iteration, x, y)
+        return step(self, iteration, *batch, **options)
 
     monkeypatch.setattr(TrainingStep, "__call__", poisoned)
     line = r"iteration 10: the training loss is nan; last good checkpoint: iter-00000008 in "
@@ -249,11 +249,11 @@ def test_a_step_never_waits_for_the_device(run, monkeypatch):
 
     step, counts = TrainingStep.__call__, []
 
-    def counted(self, iteration, x, y):
+    def counted(self, iteration, *batch, **options):
         with Readings():
-            loss = step(self, iteration, x, y)
+            output = step(self, iteration, *batch, **options)
         counts.append(Readings.count)
-        return loss
+        return output
 
     monkeypatch.setattr(TrainingStep, "__call__", counted)
     run(num_iters=6, clip_grad_norm=1.0, enable_fused=True)

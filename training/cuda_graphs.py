@@ -52,7 +52,7 @@ def check_capture(config: Config, device: torch.device, model: nn.Module) -> Non
 
 
 class CapturedStep:
-    """captured(step, *inputs) -> loss: the step run a few times on the side, captured, and from then on replayed.
+    """captured(step, *inputs) -> its tensor: the step run a few times on the side, captured, and from then on replayed.
 
     The graph reads its inputs from static buffers, so every batch must have the shape of the first; the learning rate
     must be a tensor and the optimizer capturable. replicated: DistributedDataParallel reduces the gradients.
@@ -65,7 +65,7 @@ class CapturedStep:
         self.inputs: list[Tensor] | None = None
 
     def __call__(self, step: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Run the step, always the same, on `inputs`; returns its loss."""
+        """Run the step, always the same, on `inputs`; returns the tensor that it returns."""
         if self.inputs is None:
             self.inputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
         for static, x in zip(self.inputs, inputs, strict=True):
@@ -80,9 +80,9 @@ class CapturedStep:
             recording = torch.cuda.graph(self.graph, stream=capture_stream(), capture_error_mode="thread_local")
             named = reported_as_usage_error(RuntimeError, "--enable_cuda_graphs: this step cannot be captured")
             with without_host_draws(), named, recording:
-                self.loss = step(*self.inputs)
+                self.output = step(*self.inputs)
         self.graph.replay()
-        return self.loss.clone()  # the next replay writes over it
+        return self.output.clone()  # the next replay writes over it
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from distributed.data_parallel import SHARDED
@@ -21,12 +21,13 @@ from training.attention_kernel import attention_notes
 from training.checkpoint import CheckpointFolder, State, collect_state, restore_state
 from training.cuda_graphs import DDP_WARMUP_STEPS
 from training.foreign_weights import is_foreign, load_foreign_weights, match_weights
+from training.iteration import Iteration
 from training.loggers import KINDS, Loggers, MetricsFile, TensorBoard, check_tracker
 from training.model_state import check_unchanged, collect_extra, collect_weights, described, later_names
 from training.profiling import build_profiler, span
 from training.results import print_result, rmse_charts, write_validation
 from training.run_folder import RunFolder
-from training.step import TrainingStep
+from training.step import StepOutput, TrainingStep
 from training.tasks import Task
 from training.telemetry import Telemetry
 from training.trained_weights import check_start, find, load_weights_into
@@ -48,8 +49,11 @@ class Run:
     """One run of a config, from the newest checkpoint in its folder to its last iteration.
 
         with Run(config, step, task, loaders) as run:
-            for x, y in run.batches():
-                run.after_step(step(run.iteration, x, y))
+            for iteration in run.iterations():
+                with iteration:
+                    x, y = iteration.batch()
+                    output = step(iteration.number, x, y, log_norm=iteration.is_read)
+                    iteration.finish(output)
         return run.status()
 
     loaders: of training and validation. Raises UsageError where the folder cannot be used; inside the block
@@ -85,7 +89,6 @@ class Run:
         self.run_loggers, self.loggers = Loggers(), Loggers()  # of rank 0; and of this rank's readings
         self.watchdog = Watchdog(self.config.watchdog_timeout, self.folder.path)
         self.open = ExitStack()  # what ends with the run
-        self.current_step = ExitStack()  # the range of the step under way
 
     def __enter__(self) -> "Run":
         """Resume, and do what was left undone; a finished run is only read."""
@@ -140,8 +143,8 @@ class Run:
         """The exit status: None (success) where the run is finished, STOPPED_STATUS where a signal stopped it."""
         return None if self.summary else STOPPED_STATUS
 
-    def batches(self) -> Iterator[Batch]:
-        """This rank's part of the batch of each iteration that is left, (input, target); ends early at a signal."""
+    def iterations(self) -> Iterator[Iteration]:
+        """The iterations that are left, one at a time; ends early at a signal, and where the data were lost."""
         if self.summary:
             return
         batches = self.train_loader.train(self.config.seed, self.iteration, self.config.num_iters)
@@ -149,27 +152,30 @@ class Run:
         while self.iteration < self.config.num_iters and not self.stopping:
             if self.profiler:
                 self.profiler.step()
-            self.current_step.enter_context(span("step"))
-            self.current_step.enter_context(self.watchdog.within(self._step_seconds()))
-            try:
-                with span("data"):
-                    x, y = next(batches)
-            except ConnectionLostError as error:
-                self._stop_without_data(error)
-                break
-            if self.resumed:
-                self.step.settle(x, y)
-                self.resumed = False
-            self.step.measures_norm = self._is_read(self.iteration + 1)
-            yield x, y
+            yield Iteration(
+                self.iteration,
+                self._is_read(self.iteration + 1),
+                self.watchdog.within(self._step_seconds()),
+                partial(self._next_batch, batches),
+                self._after_step,
+                self._stop_without_data,
+            )
         if self.profiler:
             self.profiler.close()
         batches.close()
 
-    def after_step(self, loss: Tensor) -> None:
-        """Count the step, and log, validate and save where it is due. loss: a scalar on the device, not read yet."""
-        self.current_step.close()
-        self.telemetry.add(loss)
+    def _next_batch(self, batches: Iterator[Batch]) -> Batch:
+        """The next batch. A resumed run brings DDP to where it was by its first one."""
+        with span("data"):
+            x, y = next(batches)
+        if self.resumed:
+            self.step.warm_up_ddp_buckets(x, y)
+            self.resumed = False
+        return x, y
+
+    def _after_step(self, output: StepOutput) -> None:
+        """Count the step, and log, validate and save where it is due."""
+        self.telemetry.add(output)
         if self.iteration == self.began:
             now = described(collect_weights(self.model))
             comm.agree(partial(check_unchanged, self.described, now))
@@ -181,7 +187,6 @@ class Run:
     def _stop_without_data(self, error: ConnectionLostError) -> None:
         """Save and stop, as at a signal: the data cannot be read any more. Every rank raised the same error."""
         log.error("%s", error)
-        self.current_step.close()
         self.stopping = True
         if self.telemetry.losses:
             self._read_losses()

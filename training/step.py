@@ -1,7 +1,7 @@
 """One optimizer step."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +31,19 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
+class StepOutput(NamedTuple):
+    """Result of an optimizer step: scalars on the device, which the host has not read.
+
+    loss: mean over this rank's samples. grad_norm_squared: this rank's share of the square of the gradient's L2 norm
+    before clipping (the shares of all ranks add up to it); None where it was not asked for.
+    """
+
+    loss: Tensor
+    grad_norm_squared: Tensor | None
+
+
 class TrainingStep:
-    """Forward, loss, backward, reduction, update: step(iteration, x, y) gives the loss, a scalar on the device.
+    """Forward, loss, backward, reduction, update: step(iteration, x, y) returns a StepOutput.
 
     task: gives prediction and loss (training/tasks). Nothing in here waits for the device, so the host runs ahead of it
     (with fp16 only if the optimizer is fused, and not zero1: it then skips a step that overflowed by itself). Made last
@@ -55,30 +66,34 @@ class TrainingStep:
         for stage in parallel.split.stages:  # the pipeline calls them, forward and backward in turns
             transform_forward(stage, self.autocast())
         self.average = AveragedWeights(parallel.model, config.ema) if config.ema is not None else None
-        self.measures_norm = False  # whether the next steps say how large the gradient is
-        self.square: Tensor | None = None  # this rank's share of its square, where the last step did
         self.captured: dict[torch.Size, CapturedStep] = {}  # by the target's shape: one for each length of a rollout
         self.streams = RandomStreams(config.seed, config.sequence_parallel)
 
-    def __call__(self, iteration: int, x: Tensor, y: Tensor) -> Tensor:
-        """One step, of an iteration from 0, on this rank's part of the batch; returns the loss."""
+    def __call__(self, iteration: int, x: Tensor, y: Tensor, log_norm: bool = False) -> StepOutput:
+        """One step, of an iteration from 0, on this rank's part of the batch: input x and target y, (B, ...).
+
+        log_norm: measure the norm of the gradient. It is also measured where it is needed for clipping, and in a CUDA
+        graph, which is the same in every iteration.
+        """
         set_learning_rate(self.optimizer, learning_rate(self.config, iteration))
         with self.streams.host, unrepeatable_as_usage_error():
             if self.config.enable_cuda_graphs:
                 captured = self.captured.setdefault(y.shape, CapturedStep(self.parallel.replicated))
-                loss = captured(self.eager, x, y)
+                output = StepOutput(*captured(self.run_measured_step, x, y).unbind())
             else:
-                loss = self.eager(x, y)
-        loss, self.square = loss.unbind() if loss.dim() else (loss, None)
+                output = self.run_step(x, y, log_norm)
         if self.average:
             self.average.update(iteration)
-        return loss
+        return output
 
-    def eager(self, x: Tensor, y: Tensor) -> Tensor:
-        """The step itself. x, y: input and target, (B, ...).
+    def run_measured_step(self, x: Tensor, y: Tensor) -> Tensor:
+        """The step with the norm of its gradient, as one tensor, which is what a CUDA graph returns: (2,)."""
+        output = self.run_step(x, y, log_norm=True)
+        assert output.grad_norm_squared is not None
+        return torch.stack([output.loss, output.grad_norm_squared])
 
-        Returns the mean loss of this rank's samples, where the norm is measured [loss, share of its square].
-        """
+    def run_step(self, x: Tensor, y: Tensor, log_norm: bool) -> StepOutput:
+        """The step itself, operation by operation. Arguments as of __call__."""
         if self.parallel.pipeline:
             with span("pipeline"):
                 losses = self.parallel.pipeline.step(x, y, self.loss, self.scaler.scale)
@@ -93,16 +108,16 @@ class TrainingStep:
         with span("reduce"):
             self.parallel.finish_gradients()
         with span("optimizer"):
-            square = self.update()
+            square = self.update(log_norm)
         total = sum(losses, torch.zeros((), device=self.device))
         total = total * comm.get_size("pp")  # only the last stage has one, and the mean over all ranks is logged
-        return total if square is None else torch.stack([total, square])
+        return StepOutput(total, square)
 
     def loss(self, prediction: Tensor, target: Tensor) -> Tensor:
         """This micro-batch's share of the loss of the whole batch, a scalar."""
         return self.task.loss(prediction, target, comm.get_group("image")) / self.config.gradient_accumulation
 
-    def update(self) -> Tensor | None:
+    def update(self, log_norm: bool) -> Tensor | None:
         """Clip the gradients where asked, let the optimizer use them, and forget them.
 
         Returns this rank's share of the square of their norm, before they are clipped; None where nobody asks.
@@ -111,7 +126,7 @@ class TrainingStep:
         unscaled = bool(clip or self.model_parallel)
         if unscaled:
             self.scaler.unscale_(self.optimizer)
-        if clip or self.measures_norm or self.config.enable_cuda_graphs:
+        if clip or log_norm:
             squared = self.parallel.squared_norm()
             if clip:
                 self.parallel.clip_gradients(squared, clip)
@@ -131,7 +146,7 @@ class TrainingStep:
         """The context, also a decorator, in which this step's model runs."""
         return autocast(self.config, self.device)
 
-    def settle(self, x: Tensor, y: Tensor) -> None:
+    def warm_up_ddp_buckets(self, x: Tensor, y: Tensor) -> None:
         """Before the first step of a resumed run: let DDP arrange its buckets, which it does in a backward pass.
 
         Without it that step would add up the gradients of several ranks in another order than an uninterrupted run.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from training.flops import PASSES, peak_flops_per_sec
 from training.optimizer import learning_rate
-from training.step import TrainingStep
+from training.step import StepOutput, TrainingStep
 from training.timing import PHASES, WARMUP_ITERATIONS, Clock, PhaseTimes
 from utils import comm
 from utils.device import peak_memory_bytes, synchronize
@@ -24,16 +24,18 @@ class Telemetry:
     """
 
     def __init__(self, config: Config, step: TrainingStep):
-        self.config, self.step, self.device = config, step, step.device
+        self.config, self.device = config, step.device
         self.clock, self.times = Clock(), PhaseTimes(step.device, not config.enable_cuda_graphs)
         self.losses: list[Tensor] = []  # on the device, not read yet
+        self.square: Tensor | None = None  # this rank's share of the squared norm of the last step's gradient
         self.called: int | None = None  # collectives until the end of the first step after a reading
         self.flops = PASSES * step.task.facts.flops  # of a sample, in one step of a forecast
         self.peak = peak_flops_per_sec(step.device, config)
 
-    def add(self, loss: Tensor) -> None:
-        """Note a step. loss: a scalar on the device."""
-        self.losses.append(loss)
+    def add(self, output: StepOutput) -> None:
+        """Note a step, whose output is on the device."""
+        self.losses.append(output.loss)
+        self.square = output.grad_norm_squared
         if len(self.losses) == 1 and self.clock.iterations <= WARMUP_ITERATIONS:
             self.called = count_calls()
 
@@ -49,8 +51,8 @@ class Telemetry:
         self.called = None
         table = torch.zeros(ranks, len(PHASES) + 1)
         table[comm.rank()] = torch.tensor([*self.times.read(count), peak_memory_bytes(self.device)])
-        square = self.step.square  # of the last one
-        own = torch.stack([*self.losses, self.losses[0].new_tensor(math.nan) if square is None else square])
+        square = self.losses[0].new_tensor(math.nan) if self.square is None else self.square
+        own = torch.stack([*self.losses, square])
         packed = comm.all_reduce(torch.cat([own, own.new_tensor([stop]), table.flatten().to(own)])).cpu()
         losses, norm, stopping = (packed[:count] / ranks).tolist(), packed[count].sqrt(), packed[count + 1].item() > 0
         self.losses.clear()

@@ -49,10 +49,10 @@ def main(pairs: int, folder: Path) -> None:
         PhaseTimes.current, losses = telemetry.times if told else None, []
         telemetry.clock.start()
         for number in range(STEPS):
-            step.measures_norm = told and number == STEPS - 1
-            losses.append(step(number, *batch))
+            output = step(number, *batch, log_norm=told and number == STEPS - 1)
+            losses.append(output.loss)
             if told:
-                telemetry.add(losses[-1])
+                telemetry.add(output)
         if told:
             read()
         else:

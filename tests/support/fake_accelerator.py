@@ -92,11 +92,12 @@ def run_a_rank(config, layout, rank=0, mutate=None, steps=2):
         step = TrainingStep(config, device, parallel, build_optimizer(config, parallel, device), task)
         if mutate:
             mutate(step)
-        step.measures_norm, times = True, PhaseTimes(device)  # as in a run, before a reading
+        times = PhaseTimes(device)
         stack.enter_context(times.listening())
         x, y = random_batch(task, device)
         for iteration in range(steps):
-            assert step(iteration, x, y).device == step.square.device == there
+            output = step(iteration, x, y, log_norm=True)  # as in a run, before a reading
+            assert output.loss.device == output.grad_norm_squared.device == there
         assert times.steps == steps
         if config.task == "forecast" and not parallel.pipeline:
             parallel.model.eval()

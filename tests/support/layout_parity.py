@@ -73,7 +73,8 @@ def train_steps(step, config, start, stop):
     for i in range(stop):
         batch = task.random_batch(random)
         if i >= start:
-            losses.append(step(i, *(own_part(part, config, window) for part in batch)))
+            x, y = (own_part(part, config, window) for part in batch)
+            losses.append(step(i, x, y).loss)
     return comm.all_reduce(torch.stack(losses)) / comm.world_size()
 
 

@@ -208,7 +208,8 @@ def _train(rank: Process, steps: int) -> None:
     for _ in range(steps):
         with span("data"):
             x, y = next(kept["batches"])
-        kept["losses"].append(kept["step"](len(kept["losses"]), x, y))
+        output = kept["step"](len(kept["losses"]), x, y)
+        kept["losses"].append(output.loss)
 
 
 def _turn(rank: Process, steps: int) -> dict[str, Any]:

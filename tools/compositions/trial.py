@@ -98,18 +98,17 @@ def train(rank: Process, trial: Trial) -> Outcome:
     if trial.wide:  # in half precision nothing is zero but for rounding
         model = step.parallel.model
         hooks.append(step.optimizer.register_step_pre_hook(lambda *_: drop_rounding(model)))
-    step.measures_norm = True
     losses, norms, batch = [], [], None
     for i, batch in batches(step, trial.start, trial.stop):
         try:
-            loss = step(i, *batch)
+            output = step(i, *batch, log_norm=True)
         except UsageError as refusal:
             if i == trial.start and not trial.loads:  # the first operation that cannot be done
                 return Outcome(refused=str(refusal))
             raise
-        losses.append(loss.clone())
-        assert step.square is not None
-        norms.append(step.square)
+        losses.append(output.loss.clone())
+        assert output.grad_norm_squared is not None
+        norms.append(output.grad_norm_squared)
     assert batch is not None
     outcome = Outcome(
         losses=(comm.all_reduce(torch.stack(losses)) / comm.world_size()).tolist(),
@@ -120,7 +119,6 @@ def train(rank: Process, trial: Trial) -> Outcome:
     outcome.validation = validate(step, *batch)
     outcome.apart = replicas_apart(step)
     if trial.counts:
-        step.measures_norm = False
         for hook in hooks:  # its messages are not those of a run
             hook.remove()
         step(trial.stop, *batch)  # the validation has left parameters gathered

@@ -95,7 +95,7 @@ def record(config: Config, device: torch.device, read_data: bool = False, folder
         else:
             found |= {(BATCH, "input"): Part(x), (BATCH, "target"): Part(y)} | weights(step, INITIAL)
             with recorded(step, found, drawing):
-                loss = step(i, x, y).clone()
+                loss = step(i, x, y).loss.clone()
             found[LOSS, "of step 1"] = Part(comm.all_reduce(loss) / comm.world_size())
         found |= weights(step, UPDATES[i])
     found |= {(BUFFERS, name): part_of_rank(buffer) for name, buffer in model.named_buffers()}
