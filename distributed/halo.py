@@ -79,7 +79,7 @@ class HaloExchange:
         if self.traffic:
             self._begin(x, group, compiling)
 
-    def _begin(self, x, group, compiling):
+    def _begin(self, x: Tensor, group: Group, compiling: bool) -> None:
         """Start the exchange; self.finish() waits for it and returns the rows of others, rows outermost."""
         blocks, dim = self.plan.sent, self.dim
         sent = _counts(blocks)
@@ -254,7 +254,14 @@ class _Finish(torch.autograd.Function):
     """Forward waits for the rows; backward begins to send their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, sent: Counts, received: Counts, group: Group, travelling: list) -> Tensor:
+    def forward(
+        ctx: Any,
+        token: Tensor,
+        sent: Counts,
+        received: Counts,
+        group: Group,
+        travelling: list,
+    ) -> Tensor:
         ctx.backward_exchange = received, sent, group  # gradients travel the other way
         ctx.travelling = travelling
         return wait(travelling.pop())

@@ -57,8 +57,9 @@ def shared(x: MaybeTensor, spec: Spec) -> MaybeTensor:
     If several ranks hold the same result, each of them computes the whole gradient of the weight, not a part. The
     gradient is then divided by the number of copies, so that the sum over the ranks stays right.
     """
-    is_plain = isinstance(x, torch.Tensor) and not isinstance(x, ShardTensor)
-    if is_plain and spec.copies > 1 and x.requires_grad:
+    if not isinstance(x, torch.Tensor) or isinstance(x, ShardTensor):
+        return x
+    if spec.copies > 1 and x.requires_grad:
         return divide_gradient(x, spec.copies)
     return x
 
@@ -82,7 +83,11 @@ def common_spec(tensors: Sequence[Tensor]) -> Spec:
     return Spec(specs[0].mesh, tuple(axes.values()))
 
 
-def joint_axes(parts: Sequence[tuple[Spec, Sequence]], sizes: Mapping[Any, int], used: set[int]) -> dict[Any, Axes]:
+def joint_axes(
+    parts: Sequence[tuple[Spec, Sequence]],
+    sizes: Mapping[Any, int],
+    used: set[int],
+) -> dict[Any, Axes]:
     """{label: axes} of dimensions that tensors share: each takes the first split that a tensor has there.
 
     parts: (Spec, label of each dimension). sizes: {label: size}; a tensor with another size broadcasts. used: the mesh
@@ -169,7 +174,11 @@ def fitted(x: Tensor, spec: Spec, result: Spec | None = None) -> Tensor:
 
 
 def scatter_tensor(
-    x: Any, src: int, mesh: DeviceMesh | Mesh, placements: Sequence["Placement"], sizes: Pieces | None = None
+    x: Any,
+    src: int,
+    mesh: DeviceMesh | Mesh,
+    placements: Sequence["Placement"],
+    sizes: Pieces | None = None,
 ) -> ShardTensor:
     """A ShardTensor from the data of one rank: every other rank receives only its own part.
 

@@ -54,12 +54,11 @@ def redistribute(
             others.append(m)
     pending = gathering + others
     while pending:
-        m = next((m for m in pending if _is_free(spec, m, placements[m])), None)
-        if m is None:
-            m = pending[0]
-            if spec.placements[m].is_shard():  # two mesh dimensions swap their tensor dimensions
-                local, spec = _gather(local, spec, m)
-                continue
+        free = [m for m in pending if _is_free(spec, m, placements[m])]
+        m = free[0] if free else pending[0]
+        if not free and spec.placements[m].is_shard():  # two mesh dimensions swap their tensor dimensions
+            local, spec = _gather(local, spec, m)
+            continue
         pending.remove(m)
         local, spec = _change(local, spec, m, placements[m], sizes.get(m))
     return local, spec
@@ -173,7 +172,12 @@ def _exchange(local, spec, m, dim, sizes):
     return torch.cat(arrived, old), new
 
 
-def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence["Placement"], shape: Sequence[int]) -> "DTensor":
+def as_dtensor(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence["Placement"],
+    shape: Sequence[int],
+) -> "DTensor":
     """The contiguous DTensor of a global shape, of which this rank holds `local`. Nothing is communicated."""
     from torch.distributed.tensor import DTensor  # slow to import
 

@@ -84,7 +84,12 @@ def as_before(y: ShardTensor, before: Spec) -> ShardTensor:
     return redistributed(y, places, sizes)
 
 
-def on_whole(x: ShardTensor, dims: Sequence[int], compute: Callable[[Tensor], Any], resizes: bool = False) -> Any:
+def on_whole(
+    x: ShardTensor,
+    dims: Sequence[int],
+    compute: Callable[[Tensor], Any],
+    resizes: bool = False,
+) -> Any:
     """compute(local part of x, of which dims are whole), as ShardTensors that are split as x if they have its shape.
 
     A result has all dimensions of x, perhaps with other sizes of dims, or it lacks dims. A rank without elements
@@ -134,7 +139,13 @@ def along(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> Any:
 
 
 @rule(*named("quantile", "nanquantile"))
-def quantile(func: Callable, input: ShardTensor, q: Any, *args: Any, **kwargs: Any) -> ShardTensor:
+def quantile(
+    func: Callable,
+    input: ShardTensor,
+    q: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> ShardTensor:
     """One quantile, or several as a new first dimension."""
     if isinstance(q, Tensor) and q.dim():
         return dispatch(torch.stack, [along(func, input, each, *args, **kwargs) for each in q.unbind()])
@@ -142,7 +153,14 @@ def quantile(func: Callable, input: ShardTensor, q: Any, *args: Any, **kwargs: A
 
 
 @rule(torch.gradient)
-def gradient(func: Callable, input: ShardTensor, *, spacing: Any = 1, dim: Dims = None, edge_order: int = 1) -> list:
+def gradient(
+    func: Callable,
+    input: ShardTensor,
+    *,
+    spacing: Any = 1,
+    dim: Dims = None,
+    edge_order: int = 1,
+) -> list:
     """Central differences along each of the dimensions."""
     dims = dims_of(input.spec, dim)
     steps = spacing if isinstance(spacing, list | tuple) else [spacing] * len(dims)
@@ -156,7 +174,13 @@ def gradient(func: Callable, input: ShardTensor, *, spacing: Any = 1, dim: Dims 
 
 
 @rule(Tensor.unfold)
-def unfold(func: Callable, input: ShardTensor, dimension: int, size: int, step: int) -> ShardTensor:
+def unfold(
+    func: Callable,
+    input: ShardTensor,
+    dimension: int,
+    size: int,
+    step: int,
+) -> ShardTensor:
     """Windows of a dimension, whose rows become the last dimension: each rank fetches the rows of its windows."""
     x = reduced(input)
     dim = dimension % len(input.spec.dims)

@@ -194,7 +194,13 @@ def middle_output(row: int, stride: int, middle: int) -> int:
     return row * stride + middle
 
 
-def spread_over(first: int, last: int, stride: int, reach: int, crop: int) -> Interval:
+def spread_over(
+    first: int,
+    last: int,
+    stride: int,
+    reach: int,
+    crop: int,
+) -> Interval:
     """The input rows [a, b) that a transposed convolution needs for the outputs [first, last)."""
     first, last = first + crop, last + crop
     first_that_reaches = -((reach - first) // stride)

@@ -62,8 +62,8 @@ def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
         first = axes[0]._replace(ahead=axes[0].ahead + sum(in_front))
         joined = (first, *axes[1:])
     else:
-        for x in cut:
-            x.spec.split(dim)  # or CannotSplit
+        for part in cut:
+            part.spec.split(dim)  # or CannotSplit
         mesh_dim = cut[0].spec.dims[dim][0].mesh_dim
         sizes = _new_sizes(tensors, counts, dim, mesh_dim, base.mesh.groups[mesh_dim])
         pieces = []
@@ -119,7 +119,10 @@ def flip(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> Sha
 
 @rule(*named("roll"))
 def roll(
-    func: Callable, input: ShardTensor, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None
+    func: Callable,
+    input: ShardTensor,
+    shifts: int | Sequence[int],
+    dims: int | Sequence[int] | None = None,
 ) -> ShardTensor:
     """Shift rows cyclically along dims; without dims, elements of the flattened tensor."""
     if dims is None or dims == ():
@@ -162,7 +165,12 @@ def repeat(func: Callable, input: ShardTensor, *repeats: Any, **keywords: Any) -
 
 @rule(*named("repeat_interleave"))
 def repeat_interleave(
-    func: Callable, input: ShardTensor, repeats: int, dim: int | None = None, *, output_size: int | None = None
+    func: Callable,
+    input: ShardTensor,
+    repeats: int,
+    dim: int | None = None,
+    *,
+    output_size: int | None = None,
 ) -> ShardTensor:
     """Repeat every row `repeats` times."""
     if not isinstance(repeats, int):

@@ -25,13 +25,19 @@ from distributed.shard.operands import (
 )
 from distributed.shard.rules.along import made_whole, moved
 from distributed.shard.rules.windows import Splits, no_outputs, splits_of
-from distributed.shard.spec import Axis, Spec, merged, over, shard_sizes, whole
+from distributed.shard.spec import Axes, Axis, Spec, merged, over, shard_sizes, whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
 @rule(*named("gather", "take_along_dim"))
 def gather(
-    func: Callable, input: Tensor, dim: Any, index: Any = None, *, sparse_grad: bool = False, **kwargs: Any
+    func: Callable,
+    input: Tensor,
+    dim: Any,
+    index: Any = None,
+    *,
+    sparse_grad: bool = False,
+    **kwargs: Any,
 ) -> ShardTensor:
     """Gather along a dimension. The indices have the tensor's size in all others, and are brought to its split."""
     if func.__name__ == "take_along_dim" and isinstance(dim, Tensor):
@@ -61,7 +67,13 @@ SCATTERS = ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy
 
 @rule(*named(*SCATTERS, *(f"{name}_" for name in SCATTERS)))
 def scatter(
-    func: Callable, input: Tensor, dim: int, index: Tensor, source: Any = None, *args: Any, **kwargs: Any
+    func: Callable,
+    input: Tensor,
+    dim: int,
+    index: Tensor,
+    source: Any = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
     """Write or add along a dimension, at indices: of elements (scatter), or plain ones of rows (index_add)."""
     for name in ("src", "value", "source"):
@@ -125,14 +137,13 @@ def masked(func: Callable, input: ShardTensor, mask: Tensor) -> ShardTensor:
     own_mask = fitted(reduced(mask), spec.with_dims(spec.dims[:count]))
     selected = local(x)[own_mask]  # (selected on this rank, ...)
     axes = merged(chain(*spec.dims[:count]))
+    rows: Axes = whole(len(selected))
     if over(axes):
         mesh_dim = axes[0].mesh_dim
         group = spec.mesh.groups[mesh_dim]
         number = torch.tensor([len(selected)], device=selected.device)
         sizes = tuple(all_gather(number, 0, (1,) * group.size, group).tolist())
         rows = (Axis(sum(sizes), mesh_dim, sizes),)
-    else:
-        rows = whole(len(selected))
     return wrap(selected, spec.with_dims((rows, *spec.dims[count:])))
 
 
@@ -306,7 +317,11 @@ def as_grid(at: Tensor, rows: int) -> Tensor:
     return grid + (exact - grid.detach())
 
 
-def rows_needed(spec: Spec, splits: Splits, places: dict[int, Tensor]) -> dict[int, list[Interval]]:
+def rows_needed(
+    spec: Spec,
+    splits: Splits,
+    places: dict[int, Tensor],
+) -> dict[int, list[Interval]]:
     """The rows of an image with this spec that each rank of a dimension needs, for the dimensions where a halo is less.
 
     places: {dimension: this rank's places among its rows}. All ranks call this together; the result is the same on all.
@@ -331,12 +346,13 @@ def rows_needed(spec: Spec, splits: Splits, places: dict[int, Tensor]) -> dict[i
         intervals = []
         for coordinate in range(len(sizes)):
             # Ranks of one row of tiles exchange what any of them needs, at least two rows.
-            low, high = n - 2, 0
+            first = n - 2
+            last = 0
             for rank, of_rank in enumerate(ends_of_ranks):
                 if spec.coordinate(mesh_dim, rank) == coordinate:
-                    low = min(low, of_rank[2 * i])
-                    high = max(high, of_rank[2 * i + 1])
-            intervals.append((low, max(high, low + 2)))
+                    first = min(first, of_rank[2 * i])
+                    last = max(last, of_rank[2 * i + 1])
+            intervals.append((first, max(last, first + 2)))
         fetched = 0
         for (first, last), (own_first, own_last) in zip(intervals, bounds(sizes), strict=True):
             overlap = max(0, min(last, own_last) - max(first, own_first))

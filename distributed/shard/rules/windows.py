@@ -129,7 +129,11 @@ def whole_length(x: Tensor, dim: int, splits: Splits) -> int:
 
 
 def output_shape(
-    func: Callable, x: Tensor, splits: Splits, along: Mapping[int, Window], ceil_mode: bool = False
+    func: Callable,
+    x: Tensor,
+    splits: Splits,
+    along: Mapping[int, Window],
+    ceil_mode: bool = False,
 ) -> list[int]:
     """The shape of the whole output, with the channels of x. Raises ValueError where a window is longer than the rows.
 
@@ -185,7 +189,11 @@ def request(
 
 
 def extended(
-    x: Tensor, splits: Splits, along: Mapping[int, Window], shape: list[int], fill: float | None
+    x: Tensor,
+    splits: Splits,
+    along: Mapping[int, Window],
+    shape: list[int],
+    fill: float | None,
 ) -> tuple[Tensor, dict[int, Sizes], dict[int, Interval]]:
     """The rows that this rank's windows read along the dimensions of splits, padding at the ends included.
 
@@ -274,7 +282,11 @@ def resulting(x: ShardTensor, y: Tensor, sizes: Mapping[int, Sizes]) -> ShardTen
 
 
 def spatially(
-    implementation: Callable[..., Output], func: Callable, input: ShardTensor, *args: Any, **kwargs: Any
+    implementation: Callable[..., Output],
+    func: Callable,
+    input: ShardTensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> ShardTensor:
     """implementation(func, part, splits, ...) as a ShardTensor; func(part, ...) if no spatial dimension is split.
 
