@@ -5,9 +5,9 @@ an interval [first, last) of the whole dimension. All ranks know all intervals, 
 send and what to receive. Nothing is sent if all intervals lie in their own shards. Backward returns the gradient of
 each row to its owner, which adds it up.
 
-    coming = Fetch(x, dim, sizes, intervals, group)   # begins to send and to receive
-    y = f(coming.own)                                 # meanwhile, compute with rows of this rank only
-    x = coming.rows()                                 # waits; this rank's interval in one piece
+    pending = HaloExchange(x, dim, sizes, intervals, group)   # begins to send and to receive
+    y = f(pending.own)                                        # meanwhile, compute with rows of this rank only
+    x = pending.rows()                                        # waits; this rank's interval in one piece
 
 Backward overlaps in the same way: the gradients of the rows travel while the gradient of f is computed. Each exchange
 is one all-to-all, in which most pairs of ranks send nothing.
@@ -15,7 +15,7 @@ is one all-to-all, in which most pairs of ranks send nothing.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ def bounds(sizes: Sequence[int]) -> list[Interval]:
     return [(last - n, last) for n, last in zip(sizes, accumulate(sizes), strict=True)]
 
 
-class Fetch:
+class HaloExchange:
     """A fetch of an interval of rows, begun by the constructor and completed by rows(). All ranks make one together.
 
     x: local shard, (..., sizes[rank], ...). intervals: [(first, last)] of all ranks, in rows of the whole dimension.
@@ -55,49 +55,75 @@ class Fetch:
         periodic: bool = False,
         fill: float | None = 0,
     ):
-        if not len(sizes) == len(intervals) == group.size or x.shape[dim] != sizes[group.rank]:
+        one_for_each_rank = len(sizes) == len(intervals) == group.size
+        if not one_for_each_rank or x.shape[dim] != sizes[group.rank]:
             raise ValueError(
                 f"halo exchange over {group.size} ranks: sizes {tuple(sizes)} and {len(intervals)} intervals, and "
                 f"{x.shape[dim]} rows on rank {group.rank}; every rank has one size, one interval, and so many rows"
             )
+        # A compiler traces through the planning: it cannot look into a cache.
         compiling = torch.compiler.is_compiling()
-        plan = (_plan.__wrapped__ if compiling else _plan)(
-            tuple(sizes), tuple(intervals), group.rank, periodic, fill is None
-        )
-        self.own, self.dim, self.plan, self.fill = x, dim % x.ndim, plan, 0 if fill is None else fill
-        self.arrived: dict[int | None, Tensor] | None = None
-        self.traffic, self.joined = plan.traffic, plan.traffic or [p[0] for p in plan.pieces] != [group.rank]
+        make_plan = _plan.__wrapped__ if compiling else _plan
+        omit_outside = fill is None
+        plan = make_plan(tuple(sizes), tuple(intervals), group.rank, periodic, omit_outside)
+
+        self.own = x
+        self.dim = dim % x.ndim
+        self.plan = plan
+        self.fill = 0 if fill is None else fill
         self.format = _memory_format(x)
+        self.arrived: dict[int | None, Tensor] | None = None
+        self.traffic = plan.traffic
+        owners = [piece.owner for piece in plan.pieces]
+        self.joined = plan.traffic or owners != [group.rank]
         if self.traffic:
-            counts = _counts(plan.sent), _counts(plan.received)
-            if compiling:  # the compiler orders operations itself
-                self.finish = lambda: all_to_all(_packed(x, self.dim, plan.sent), *counts, group)
-            else:
-                travelling: list[Tensor] = []
-                self.own, token = _Start.apply(x, self.dim, plan.sent, *counts, group, travelling)
-                self.finish = lambda: _Finish.apply(token, *counts, group, travelling)
+            self._begin(x, group, compiling)
+
+    def _begin(self, x: Tensor, group: Group, compiling: bool) -> None:
+        """Start the exchange; self.finish() waits for it and returns the rows of others, rows outermost."""
+        blocks, dim = self.plan.sent, self.dim
+        sent = _counts(blocks)
+        received = _counts(self.plan.received)
+        if compiling:  # the compiler orders operations itself, so that one blocking exchange is enough
+            self.finish = lambda: all_to_all(_packed(x, dim, blocks), sent, received, group)
+        else:
+            travelling: list[Tensor] = []
+            self.own, token = _Start.apply(x, dim, blocks, sent, received, group, travelling)
+            self.finish = lambda: _Finish.apply(token, sent, received, group, travelling)
 
     def rows(self, first: int | None = None, last: int | None = None) -> Tensor:
         """Wait for the exchange; return the interval, or its rows [first, last): (..., last - first, ...)."""
-        first, last = self.plan.first if first is None else first, self.plan.last if last is None else last
+        first = self.plan.first if first is None else first
+        last = self.plan.last if last is None else last
         if self.arrived is None:
             self.arrived = self._arrive() if self.traffic else {}
-        parts, place = [], self.plan.first
-        for i, (owner, start, n) in enumerate(self.plan.pieces):
-            low, high = max(first, place) - place, min(last, place + n) - place
-            if low < high and owner is None:
-                shape = (*self.own.shape[: self.dim], high - low, *self.own.shape[self.dim + 1 :])
-                outside = self.own.new_full(shape, self.fill)
-                parts.append(outside.contiguous(memory_format=self.format))
-            elif low < high:
-                source, start = (self.arrived[i], 0) if i in self.arrived else (self.own, start)
-                parts.append(source.narrow(self.dim, start + low, high - low))
-            place += n
+        parts = []
+        place = self.plan.first  # the row of the whole dimension at which the next piece begins
+        for i, piece in enumerate(self.plan.pieces):
+            # The rows of the piece that lie in [first, last), counted from the beginning of the piece.
+            low = max(first, place) - place
+            high = min(last, place + piece.rows) - place
+            place += piece.rows
+            if low >= high:
+                continue
+            if piece.owner is None:
+                parts.append(self._outside(high - low))
+            elif i in self.arrived:
+                parts.append(self.arrived[i].narrow(self.dim, low, high - low))
+            else:
+                parts.append(self.own.narrow(self.dim, piece.start + low, high - low))
+        # The result depends on x and on the exchange in the autograd graph, even if it has no row of them.
         if None in self.arrived:
             parts.append(self.arrived[None])
-        elif all(owner is None for owner, _, _ in self.plan.pieces):
-            parts.append(self.own.narrow(self.dim, 0, 0))  # so that the result depends on x in the autograd graph
+        elif all(piece.owner is None for piece in self.plan.pieces):
+            parts.append(self.own.narrow(self.dim, 0, 0))
         return torch.cat(parts, self.dim) if self.joined else parts[0]
+
+    def _outside(self, rows):
+        """Rows outside of the whole dimension."""
+        shape = list(self.own.shape)
+        shape[self.dim] = rows
+        return self.own.new_full(shape, self.fill).contiguous(memory_format=self.format)
 
     def _arrive(self):
         """{piece of the interval: its rows} for the pieces from other ranks.
@@ -105,47 +131,88 @@ class Fetch:
         Returns {None: no rows} if there are no such pieces. The result must depend on them even so, because otherwise
         backward would skip this exchange while other ranks wait for it.
         """
-        pieces = [piece for pieces in self.plan.received for piece in pieces] or [(None, 0, 0)]
-        blocks = _unpacked(self.finish(), self.dim, pieces)
-        return {i: block.contiguous(memory_format=self.format) for (i, _, _), block in zip(pieces, blocks, strict=True)}
+        blocks = list(chain(*self.plan.received))
+        if not blocks:
+            blocks = [_Block(None, 0, 0)]
+        arrived = {}
+        for block, rows in zip(blocks, _unpacked(self.finish(), self.dim, blocks), strict=True):
+            arrived[block.piece] = rows.contiguous(memory_format=self.format)
+        return arrived
+
+
+class _Piece(NamedTuple):
+    """Rows of an interval that follow each other in one shard, or lie outside of the whole dimension."""
+
+    owner: int | None  # the rank that holds them; None: outside
+    start: int  # the first row, in the owner's shard
+    rows: int
+
+
+class _Block(NamedTuple):
+    """A piece as it travels: its number in the interval of the rank that asked for it, and where its owner has it."""
+
+    piece: int | None
+    start: int
+    rows: int
 
 
 class _Plan(NamedTuple):
-    first: int
-    last: int  # of this rank's interval
-    pieces: tuple  # of the interval, in order: (owner, or None outside the whole; first row in its shard; rows)
-    sent: tuple  # pieces of this shard for each rank, and
-    received: tuple  # pieces of each rank's shard: (number of the piece, first row in the shard, rows)
-    traffic: bool
+    """Everything that this rank sends and receives for one exchange."""
+
+    first: int  # this rank's interval [first, last)
+    last: int
+    pieces: tuple  # of the interval, in order
+    sent: tuple  # for each rank, the blocks of this shard that it asked for
+    received: tuple  # for each rank, the blocks of its shard that this rank asked for
+    traffic: bool  # whether anything is sent between any two ranks
 
 
 @lru_cache(maxsize=4096)
-def _plan(sizes, intervals, rank, periodic, clip):
-    length, ranks = sum(sizes), range(len(sizes))
-    if clip and not periodic:
-        intervals = [tuple(min(max(row, 0), length) for row in interval) for interval in intervals]
-    pieces = [_pieces(sizes, length, *interval, periodic) for interval in intervals]
-    travels = [
-        [tuple((i, *p[1:]) for i, p in enumerate(pieces[asker]) if p[0] == owner != asker) for owner in ranks]
-        for asker in ranks
-    ]
-    sent = tuple(travels[asker][rank] for asker in ranks)
-    traffic = any(any(of_owners) for of_owners in travels)
-    return _Plan(*intervals[rank], tuple(pieces[rank]), sent, tuple(travels[rank]), traffic)
+def _plan(sizes, intervals, rank, periodic, omit_outside):
+    length = sum(sizes)
+    ranks = range(len(sizes))
+    if omit_outside and not periodic:
+        intervals = [_clipped(interval, length) for interval in intervals]
+    pieces = [_pieces(sizes, length, *interval, periodic) for interval in intervals]  # of each rank
+    # travels[asker][owner]: the blocks that one rank needs of another.
+    travels = [[_blocks(pieces[asker], asker, owner) for owner in ranks] for asker in ranks]
+    first, last = intervals[rank]
+    return _Plan(
+        first,
+        last,
+        pieces=tuple(pieces[rank]),
+        sent=tuple([travels[asker][rank] for asker in ranks]),
+        received=tuple(travels[rank]),
+        traffic=any(any(of_owners) for of_owners in travels),
+    )
+
+
+def _clipped(interval, length):
+    """The interval without rows outside of the dimension."""
+    first, last = interval
+    return min(max(first, 0), length), min(max(last, 0), length)
 
 
 def _pieces(sizes, length, first, last, periodic):
-    """Cut [first, last) at the bounds of the shards: [(owner, first row in its shard, rows)]."""
+    """Cut [first, last) at the bounds of the shards."""
     pieces = []
     while first < last:
         row = first % length if periodic and length else first
         if 0 <= row < length:
-            owner, (start, end) = next((r, b) for r, b in enumerate(bounds(sizes)) if row < b[1])
-            pieces.append((owner, row - start, min(end - row, last - first)))
+            owner, start, end = next((r, a, b) for r, (a, b) in enumerate(bounds(sizes)) if row < b)
+            pieces.append(_Piece(owner, row - start, min(end - row, last - first)))
         else:
-            pieces.append((None, 0, (min(last, 0) if row < 0 else last) - first))
-        first += pieces[-1][-1]
+            end = min(last, 0) if row < 0 else last  # rows in front of the dimension, or behind it
+            pieces.append(_Piece(None, 0, end - first))
+        first += pieces[-1].rows
     return pieces
+
+
+def _blocks(pieces, asker, owner):
+    """The blocks that `owner` sends for these pieces of the asker's interval."""
+    if owner == asker:
+        return ()
+    return tuple([_Block(i, piece.start, piece.rows) for i, piece in enumerate(pieces) if piece.owner == owner])
 
 
 class _Start(torch.autograd.Function):
@@ -156,19 +223,30 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dim: int, pieces: tuple, sent: Counts, received: Counts, group: Group, travelling: list
+        ctx: Any,
+        x: Tensor,
+        dim: int,
+        blocks: tuple,
+        sent: Counts,
+        received: Counts,
+        group: Group,
+        travelling: list,
     ) -> tuple[Tensor, Tensor]:
-        ctx.dim, ctx.pieces, ctx.travelling = dim, pieces, travelling
-        travelling.append(start_all_to_all(_packed(x, dim, pieces), sent, received, group))
-        return x.view_as(x), x.new_empty(0)
+        ctx.dim = dim
+        ctx.blocks = blocks
+        ctx.travelling = travelling
+        travelling.append(start_all_to_all(_packed(x, dim, blocks), sent, received, group))
+        token = x.new_empty(0)
+        return x.view_as(x), token
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, token: Tensor) -> tuple[Tensor | None, ...]:
-        gradient, pieces = gradient.clone(), [piece for pieces in ctx.pieces for piece in pieces]
-        blocks = _unpacked(wait(ctx.travelling.pop()), ctx.dim, pieces)
-        for (_, start, n), block in zip(pieces, blocks, strict=True):
-            gradient.narrow(ctx.dim, start, n).add_(block)
+        gradient = gradient.clone()
+        blocks = list(chain(*ctx.blocks))
+        arrived = _unpacked(wait(ctx.travelling.pop()), ctx.dim, blocks)
+        for block, gradient_of_block in zip(blocks, arrived, strict=True):
+            gradient.narrow(ctx.dim, block.start, block.rows).add_(gradient_of_block)
         return gradient, None, None, None, None, None, None
 
 
@@ -176,35 +254,49 @@ class _Finish(torch.autograd.Function):
     """Forward waits for the rows; backward begins to send their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, sent: Counts, received: Counts, group: Group, travelling: list) -> Tensor:
-        ctx.args, ctx.travelling = (received, sent, group), travelling
+    def forward(
+        ctx: Any,
+        token: Tensor,
+        sent: Counts,
+        received: Counts,
+        group: Group,
+        travelling: list,
+    ) -> Tensor:
+        ctx.backward_exchange = received, sent, group  # gradients travel the other way
+        ctx.travelling = travelling
         return wait(travelling.pop())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.travelling.append(start_all_to_all(gradient.contiguous(), *ctx.args))
+        ctx.travelling.append(start_all_to_all(gradient.contiguous(), *ctx.backward_exchange))
         return gradient.new_empty(0), None, None, None, None
 
 
 def _memory_format(x):
     """The memory format of x; torch.cat keeps it if all pieces have it."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
-    channels_last = last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last)
-    return last if channels_last else torch.contiguous_format
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
+    if channels_last is None or x.is_contiguous():
+        return torch.contiguous_format
+    return channels_last if x.is_contiguous(memory_format=channels_last) else torch.contiguous_format
 
 
-def _counts(pieces):
+def _counts(blocks):
     """Rows for each rank."""
-    return [sum(n for _, _, n in of_rank) for of_rank in pieces]
+    return [sum([block.rows for block in of_rank]) for of_rank in blocks]
 
 
-def _packed(x, dim, pieces):
-    """The pieces for all ranks in one tensor, rows outermost."""
-    parts = [x.narrow(dim, start, n) for of_rank in pieces for _, start, n in of_rank] or [x.narrow(dim, 0, 0)]
+def _packed(x, dim, blocks):
+    """The blocks for all ranks in one tensor, rows outermost: (rows, ...)."""
+    parts = [x.narrow(dim, block.start, block.rows) for block in chain(*blocks)]
+    if not parts:
+        parts = [x.narrow(dim, 0, 0)]
     return torch.cat([part.movedim(dim, 0) for part in parts]).contiguous()
 
 
-def _unpacked(rows, dim, pieces):
-    """The blocks of rows in such a tensor, as they lie in x."""
-    return [block.movedim(0, dim) for block in rows.split([n for _, _, n in pieces])] if pieces else []
+def _unpacked(rows, dim, blocks):
+    """The blocks of such a tensor, as they lie in x: each (..., rows of the block, ...)."""
+    if not blocks:
+        return []
+    parts = rows.split([block.rows for block in blocks])
+    return [part.movedim(0, dim) for part in parts]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from distributed.collectives import as_group
-from distributed.halo import Fetch, bounds
+from distributed.halo import HaloExchange, bounds
 from tests.support.shard_parity import messages
 from tools.instruments.counting import CollectiveCounter
 
@@ -45,7 +45,7 @@ def rows_of(whole, dim, first, last, periodic, fill):
 
 def halo_exchange(x, dim, sizes, group, before, after, periodic=False, fill=0):
     intervals = [(first - before, last + after) for first, last in bounds(sizes)]
-    return Fetch(x, dim, sizes, intervals, group, periodic, fill).rows()
+    return HaloExchange(x, dim, sizes, intervals, group, periodic, fill).rows()
 
 
 def check_halos(halos, group=None):
@@ -126,10 +126,10 @@ def overlapped():
     """The order of events: the exchange begins before the computation and ends after it, in backward as well."""
     group, events = world(), []
     x = torch.randn(4, 3, requires_grad=True)
-    coming = Fetch(x, 0, (4, 4), [(0, 5), (3, 8)], group)
-    inner = coming.own * 2
+    pending = HaloExchange(x, 0, (4, 4), [(0, 5), (3, 8)], group)
+    inner = pending.own * 2
     inner.register_hook(lambda _: events.append("computation"))
-    y = coming.rows()
+    y = pending.rows()
 
     class Seen(CollectiveCounter):
         def __torch_dispatch__(self, func, *args, **kwargs):

@@ -63,7 +63,12 @@ def report() -> list[str]:
     return [f"{title}: {'; '.join(operations)}" for title, operations in found.items() if operations]
 
 
-def where_whole(func: Callable, args: Sequence[Any], kwargs: dict[str, Any], refusal: Exception) -> Any:
+def where_whole(
+    func: Callable,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    refusal: Exception,
+) -> Any:
     """As `on_whole_tensors`, of ShardTensors that every rank has whole; raises `refusal` for any others."""
     leaves, _ = tree_flatten((tuple(args), kwargs))
     for x in leaves:
@@ -72,7 +77,12 @@ def where_whole(func: Callable, args: Sequence[Any], kwargs: dict[str, Any], ref
     return on_whole_tensors(func, args, kwargs, refusal)
 
 
-def on_whole_tensors(func: Callable, args: Sequence[Any], kwargs: dict[str, Any], refusal: Exception) -> Any:
+def on_whole_tensors(
+    func: Callable,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    refusal: Exception,
+) -> Any:
     """The result of func(*args, **kwargs), computed by every rank on whole tensors; each ShardTensor of it is split.
 
     A result has the cuts of the first ShardTensor in whose place, or in whose size alone, it has a dimension of the

@@ -25,7 +25,12 @@ from distributed.shard.tensor import AsShardTensors, LocalTensors, ShardTensor, 
 SEES_PARTS: set[Callable] = set()  # for which no copy can stand either
 
 
-def ask(owner: Any, name: str, shown: str = "", sees_parts: bool = True) -> None:
+def ask(
+    owner: Any,
+    name: str,
+    shown: str = "",
+    sees_parts: bool = True,
+) -> None:
     """Let owner.name look for ShardTensors first, and refuse them (or go by a rule). shown: its name in messages."""
     function = getattr(owner, name)
 

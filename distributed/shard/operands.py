@@ -35,7 +35,8 @@ def gradient_spec(spec: Spec) -> Spec:
 def written(x: ShardTensor) -> ShardTensor:
     """The tensor that an in-place operation has changed. Raises no_rule where another should have changed with it."""
     if x.copied_from:
-        raise no_rule(torch.Tensor.copy_, (x,), {}, f"in place on what {x.copied_from} copied from whole tensors")
+        why = f"in place on what {x.copied_from} copied from whole tensors"
+        raise no_rule(torch.Tensor.copy_, (x,), {}, why)
     return x
 
 
@@ -56,7 +57,9 @@ def shared(x: MaybeTensor, spec: Spec) -> MaybeTensor:
     If several ranks hold the same result, each of them computes the whole gradient of the weight, not a part. The
     gradient is then divided by the number of copies, so that the sum over the ranks stays right.
     """
-    if isinstance(x, torch.Tensor) and not isinstance(x, ShardTensor) and spec.copies > 1 and x.requires_grad:
+    if not isinstance(x, torch.Tensor) or isinstance(x, ShardTensor):
+        return x
+    if spec.copies > 1 and x.requires_grad:
         return divide_gradient(x, spec.copies)
     return x
 
@@ -73,23 +76,32 @@ def common_spec(tensors: Sequence[Tensor]) -> Spec:
     """The spec of the result of broadcasting: each dimension takes the first split that an operand has there."""
     specs = [x.spec for x in tensors if isinstance(x, ShardTensor)]
     shape = torch.broadcast_shapes(*map(global_shape, tensors))
+    # Dimensions are counted from the end, as broadcasting does.
     sizes = dict(zip(range(-len(shape), 0), shape, strict=True))
-    axes = joint_axes([(s, range(-len(s.dims), 0)) for s in specs], sizes, set())
+    labelled = [(spec, range(-len(spec.dims), 0)) for spec in specs]
+    axes = joint_axes(labelled, sizes, set())
     return Spec(specs[0].mesh, tuple(axes.values()))
 
 
-def joint_axes(parts: Sequence[tuple[Spec, Sequence]], sizes: Mapping[Any, int], used: set[int]) -> dict[Any, Axes]:
+def joint_axes(
+    parts: Sequence[tuple[Spec, Sequence]],
+    sizes: Mapping[Any, int],
+    used: set[int],
+) -> dict[Any, Axes]:
     """{label: axes} of dimensions that tensors share: each takes the first split that a tensor has there.
 
     parts: (Spec, label of each dimension). sizes: {label: size}; a tensor with another size broadcasts. used: the mesh
     dimensions that split something already; those of the axes are added.
     """
     axes = {name: whole(size) for name, size in sizes.items()}
-    for splits in (True, False):  # dimensions that no tensor splits keep the axes of a tensor
+    # Dimensions that no tensor splits keep the axes of a tensor: these come second.
+    for wants_split in (True, False):
         for spec, names in parts:
             for name, size, own in zip(names, spec.shape, spec.dims, strict=True):
                 by = over(own)
-                if bool(by) == splits and not by & used and size == sizes[name] and not over(axes[name]):
+                broadcasts = size != sizes[name]
+                is_taken = by & used or over(axes[name])
+                if bool(by) == wants_split and not broadcasts and not is_taken:
                     axes[name] = own
                     used |= by
     return axes
@@ -97,30 +109,51 @@ def joint_axes(parts: Sequence[tuple[Spec, Sequence]], sizes: Mapping[Any, int],
 
 def split_alike(spec: Spec, other: Spec) -> bool:
     """Tell whether tensors of one shape have the same elements on every rank; axes of unsplit dimensions may differ."""
-    return spec.partial == other.partial and all(
-        a == b or not (spec.is_split(d) or other.is_split(d))
-        for d, (a, b) in enumerate(zip(spec.dims, other.dims, strict=True))
-    )
+    if spec.partial != other.partial:
+        return False
+    for d, (axes, other_axes) in enumerate(zip(spec.dims, other.dims, strict=True)):
+        is_split = spec.is_split(d) or other.is_split(d)
+        if is_split and axes != other_axes:
+            return False
+    return True
 
 
 def to_spec(x: ShardTensor, spec: Spec) -> ShardTensor:
     """The tensor redistributed to a spec. If its axes are others and several a dimension, a slice of the whole."""
     if split_alike(x.spec, spec):
         return wrap(local(x), spec)
-    axes, wanted = ([a[:2] + a[3:] for d in s.dims for a in d if a.sizes is not None] for s in (x.spec, spec))
-    if axes == wanted and x.spec.partial == spec.partial and not any(ahead for _, _, ahead in axes):
+    # The same axes in other pieces: cut them again.
+    axes = _split_axes(x.spec)
+    has_none_ahead = not any(axis.ahead for axis in axes)
+    same_axes = [_without_sizes(a) for a in axes] == [_without_sizes(a) for a in _split_axes(spec)]
+    if same_axes and x.spec.partial == spec.partial and has_none_ahead:
         part, new = recut(local(x), x.spec, sizes_of(spec))
         if split_alike(new, spec):
             return wrap(part, spec)
-    if all(len(axes) < 2 for axes in spec.dims):
+    has_products = any(len(axes_of_dim) > 1 for axes_of_dim in spec.dims)
+    if not has_products:
         return redistributed(x, spec.placements, sizes_of(spec))
-    return wrap(part_of(used_apart(replicated(x), spec), spec), spec)
+    full = used_apart(replicated(x), spec)
+    return wrap(part_of(full, spec), spec)
+
+
+def _split_axes(spec):
+    """The axes of all dimensions that are split."""
+    return [axis for axes in spec.dims for axis in axes if axis.sizes is not None]
+
+
+def _without_sizes(axis):
+    """What two axes must have in common to be the same axis in other pieces."""
+    return axis.size, axis.mesh_dim, axis.ahead
 
 
 def used_apart(x: ShardTensor, spec: Spec) -> Tensor:
     """The local part of x, of which ranks use their copies for other parts of a result: their gradients are summed."""
-    part, pairs = local(x), zip(x.spec.placements, spec.placements, strict=True)
-    apart = [m for m, (own, other) in enumerate(pairs) if own.is_replicate() and not other.is_replicate()]
+    part = local(x)
+    apart = []
+    for m, (own, other) in enumerate(zip(x.spec.placements, spec.placements, strict=True)):
+        if own.is_replicate() and not other.is_replicate():
+            apart.append(m)
     for group in spec.mesh.groups_of(apart):
         part = copy_to_region(part, group)
     return part
@@ -128,19 +161,24 @@ def used_apart(x: ShardTensor, spec: Spec) -> Tensor:
 
 def fitted(x: Tensor, spec: Spec, result: Spec | None = None) -> Tensor:
     """The local part of an operand, which broadcasts against a tensor with this spec: by default that of the result."""
-    result, ahead = result or spec, len(spec.dims) - x.dim()
+    result = result or spec
+    ahead = len(spec.dims) - x.dim()  # dimensions that the operand does not have
     # Dimensions that broadcast are whole, the others are split as in the spec.
-    wanted = [
-        () if n == 1 and size != 1 else axes
-        for n, size, axes in zip(global_shape(x), spec.shape[ahead:], spec.dims[ahead:], strict=True)
-    ]
+    wanted: list[Axes] = []
+    for n, size, axes in zip(global_shape(x), spec.shape[ahead:], spec.dims[ahead:], strict=True):
+        broadcasts = n == 1 and size != 1
+        wanted.append(() if broadcasts else axes)
     if not isinstance(x, ShardTensor):
         return part_of(shared(x, result), spec.with_dims(wanted, ()))
     return used_apart(to_spec(x, x.spec.with_dims(wanted)), result)
 
 
 def scatter_tensor(
-    x: Any, src: int, mesh: DeviceMesh | Mesh, placements: Sequence["Placement"], sizes: Pieces | None = None
+    x: Any,
+    src: int,
+    mesh: DeviceMesh | Mesh,
+    placements: Sequence["Placement"],
+    sizes: Pieces | None = None,
 ) -> ShardTensor:
     """A ShardTensor from the data of one rank: every other rank receives only its own part.
 
@@ -153,17 +191,24 @@ def scatter_tensor(
     group = mesh.joint
     process_group = group_named(group.name)
     here = group.rank == src
+
+    # Every rank learns what the tensor is like.
     facts: list[Any] = [(x.shape, x.dtype, x.device.type, x.requires_grad) if here else None]
     dist.broadcast_object_list(facts, src=dist.get_global_rank(process_group, src), group=process_group)
     shape, dtype, device, differentiable = facts[0]
     spec = spec_of(mesh, shape, placements, sizes)
     if spec.partial:
         raise ValueError("scatter_tensor: a tensor cannot be scattered as Partial()")
+
+    # An all-to-all in which only src sends.
     if here:
         parts = [part_of(x, spec, rank).contiguous() for rank in range(group.size)]
-        flat, sent = torch.cat([part.flatten() for part in parts]), tuple(part.numel() for part in parts)
+        flat = torch.cat([part.flatten() for part in parts])
+        sent = tuple([part.numel() for part in parts])
     else:
-        flat, sent = torch.empty(0, dtype=dtype, device=device, requires_grad=differentiable), (0,) * group.size
-    received = tuple(spec.local_shape.numel() if rank == src else 0 for rank in range(group.size))
-    part = all_to_all(flat, sent, received, group).view(spec.local_shape)
+        flat = torch.empty(0, dtype=dtype, device=device, requires_grad=differentiable)
+        sent = (0,) * group.size
+    received = [0] * group.size
+    received[src] = spec.local_shape.numel()
+    part = all_to_all(flat, sent, tuple(received), group).view(spec.local_shape)
     return wrap(shared(part, spec), spec)

@@ -22,7 +22,7 @@ from distributed.collectives import (
     reduce_scatter,
     scatter_to_region,
 )
-from distributed.halo import Fetch, bounds
+from distributed.halo import HaloExchange, bounds
 from distributed.shard.spec import CannotSplit, Pieces, Spec, cut_over, merged, over, whole
 
 if TYPE_CHECKING:
@@ -43,14 +43,19 @@ def redistribute(
     if len(placements) != len(spec.mesh.groups):
         raise ValueError(f"{len(placements)} placements for a mesh of {len(spec.mesh.groups)} dimensions")
     placements = [Shard(p.dim % len(spec.dims)) if isinstance(p, Shard) else p for p in placements]
-    targets = {m: p.dim for m, p in enumerate(placements) if isinstance(p, Shard)}
-    # Gathering comes first.
-    pending = sorted(
-        range(len(placements)), key=lambda m: not spec.placements[m].is_shard() or placements[m].is_shard()
-    )
+
+    # Mesh dimensions that only gather come first: they make room for others.
+    gathering = []
+    others = []
+    for m, (source, target) in enumerate(zip(spec.placements, placements, strict=True)):
+        if source.is_shard() and not target.is_shard():
+            gathering.append(m)
+        else:
+            others.append(m)
+    pending = gathering + others
     while pending:
-        free = [m for m in pending if over(spec.dims[targets[m]] if m in targets else ()) <= {m}]  # of others there
-        m = (free or pending)[0]
+        free = [m for m in pending if _is_free(spec, m, placements[m])]
+        m = free[0] if free else pending[0]
         if not free and spec.placements[m].is_shard():  # two mesh dimensions swap their tensor dimensions
             local, spec = _gather(local, spec, m)
             continue
@@ -59,11 +64,19 @@ def redistribute(
     return local, spec
 
 
+def _is_free(spec, m, target):
+    """Tell whether no mesh dimension but m splits the dimension that m is to split."""
+    return not target.is_shard() or over(spec.dims[target.dim]) <= {m}
+
+
 def _change(local, spec, m, target, sizes):
-    source, group = spec.placements[m], spec.mesh.groups[m]
-    if source == target and (sizes is None or not target.is_shard() or tuple(sizes) == sizes_of(spec)[m]):
-        return local, spec
-    without = spec.with_dims(spec.dims, tuple(p for p in spec.partial if p != m))
+    """(local, spec) after mesh dimension m has its new placement."""
+    source = spec.placements[m]
+    group = spec.mesh.groups[m]
+    if source == target:
+        keeps_sizes = sizes is None or not target.is_shard() or tuple(sizes) == sizes_of(spec)[m]
+        if keeps_sizes:
+            return local, spec
     if source.is_shard() and target.is_shard():
         return _exchange(local, spec, m, target.dim, sizes)
     if source.is_shard():
@@ -71,9 +84,12 @@ def _change(local, spec, m, target, sizes):
         return (local, spec) if target.is_replicate() else _change(local, spec, m, target, sizes)
     if target.is_partial():
         return divided(local, group.size), spec.with_dims(spec.dims, (*spec.partial, m))
+
+    # From a partial or replicated tensor, of which `summed` is the spec once its parts are added up.
+    summed = spec.with_dims(spec.dims, tuple([p for p in spec.partial if p != m]))
     if target.is_replicate():
-        return reduce_from_region(local, group), without
-    new, sizes = _cut(without, target.dim, m, sizes)
+        return reduce_from_region(local, group), summed
+    new, sizes = _cut(summed, target.dim, m, sizes)
     split = reduce_scatter if source.is_partial() else scatter_to_region
     return split(local, target.dim, sizes, group), new
 
@@ -94,18 +110,26 @@ def _cut(spec, dim, m, sizes):
 def _gather(local, spec, m):
     """Gather the axis that mesh dimension m splits."""
     dim = spec.placements[m].dim
-    axes, group = spec.dims[dim], spec.mesh.groups[m]
-    place = next(i for i, a in enumerate(axes) if a.mesh_dim == m)
-    left = (*axes[:place], axes[place]._replace(mesh_dim=None, sizes=None), *axes[place + 1 :])
-    head = local.narrow(dim, 0, axes[0].ahead if spec.is_first(axes) else 0)
-    if len(axes) > 1:
+    axes = spec.dims[dim]
+    group = spec.mesh.groups[m]
+    place = next(i for i, axis in enumerate(axes) if axis.mesh_dim == m)
+    sizes = axes[place].sizes
+    gathered_axis = axes[place]._replace(mesh_dim=None, sizes=None)
+    left = (*axes[:place], gathered_axis, *axes[place + 1 :])
+
+    # Elements ahead of the product of axes are apart: the first rank has them.
+    ahead = axes[0].ahead
+    head = local.narrow(dim, 0, ahead if spec.is_first(axes) else 0)
+    is_product = len(axes) > 1
+    if is_product:
         local = local.narrow(dim, head.shape[dim], local.shape[dim] - head.shape[dim])
-        local = local.unflatten(dim, spec.local_axes(axes))
-    local = gather_from_region(local, dim + place, axes[place].sizes, group)
-    if len(axes) > 1:
+        local = local.unflatten(dim, spec.local_axes(axes))  # (..., each axis, ...)
+    local = gather_from_region(local, dim + place, sizes, group)
+    if is_product:
         local = local.flatten(dim, dim + len(axes) - 1)
-    if axes[0].ahead and spec.is_first(left):
-        head = gather_from_region(head, dim, (axes[0].ahead, *[0] * (group.size - 1)), group)
+    if ahead and spec.is_first(left):
+        of_others = [0] * (group.size - 1)
+        head = gather_from_region(head, dim, (ahead, *of_others), group)
         local = torch.cat([head, local], dim)
     return local, spec.with_axes(dim, merged(left))
 
@@ -115,7 +139,7 @@ def recut(local: Tensor, spec: Spec, cut: Pieces) -> tuple[Tensor, Spec]:
 
     Unlike redistribute it keeps dimensions that are products of axes.
     """
-    flat = spec.with_dims([(axis,) for axis in chain(*spec.dims)])
+    flat = spec.with_dims([(axis,) for axis in chain(*spec.dims)])  # a dimension for each axis
     local, flat = redistribute(local.reshape(flat.local_shape), flat, flat.placements, cut)
     axes = chain(*flat.dims)
     spec = spec.with_dims([tuple(islice(axes, len(dim))) for dim in spec.dims])
@@ -126,22 +150,34 @@ def _exchange(local, spec, m, dim, sizes):
     """Let mesh dimension m split another dimension, or with other sizes: every pair of ranks exchanges a block."""
     from torch.distributed.tensor import Shard  # slow to import
 
-    group, old = spec.mesh.groups[m], spec.placements[m].dim
-    if len(spec.dims[old]) > 1:
+    group = spec.mesh.groups[m]
+    old = spec.placements[m].dim
+    if len(spec.dims[old]) > 1:  # a product of axes is not in one piece
         return _change(*_gather(local, spec, m), m, Shard(dim), sizes)
     (before,) = spec.dims[old]
     new, sizes = _cut(spec.with_axes(old, whole(before.size)), dim, m, sizes)
     if old == dim:
-        return Fetch(local, dim, before.sizes, bounds(sizes), group).rows(), new
-    blocks, shape = local.split(sizes, dim), new.local_shape
-    shapes = [(*shape[:old], n, *shape[old + 1 :]) for n in before.sizes]
-    sent, received = tuple([b.numel() for b in blocks]), tuple(map(math.prod, shapes))
-    flat = all_to_all(torch.cat([b.flatten() for b in blocks]), sent, received, group)
-    parts = [part.view(shape) for part, shape in zip(flat.split(received), shapes, strict=True)]
-    return torch.cat(parts, old), new
+        return HaloExchange(local, dim, before.sizes, bounds(sizes), group).rows(), new
+
+    # This rank's block for rank r: its rows of the old dimension, and r's rows of the new one.
+    blocks = local.split(sizes, dim)
+    sent = tuple([block.numel() for block in blocks])
+    shape = new.local_shape
+    shapes = [(*shape[:old], n, *shape[old + 1 :]) for n in before.sizes]  # of the blocks that arrive
+    received = tuple([math.prod(of_block) for of_block in shapes])
+    flat = all_to_all(torch.cat([block.flatten() for block in blocks]), sent, received, group)
+    arrived = []
+    for block, of_block in zip(flat.split(received), shapes, strict=True):
+        arrived.append(block.view(of_block))
+    return torch.cat(arrived, old), new
 
 
-def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence["Placement"], shape: Sequence[int]) -> "DTensor":
+def as_dtensor(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence["Placement"],
+    shape: Sequence[int],
+) -> "DTensor":
     """The contiguous DTensor of a global shape, of which this rank holds `local`. Nothing is communicated."""
     from torch.distributed.tensor import DTensor  # slow to import
 
@@ -153,11 +189,11 @@ def chunks(shape: Sequence[int], placements: Sequence["Placement"], mesh: Device
     """{mesh dimension: sizes of the pieces} of a DTensor."""
     from torch.distributed.tensor import Shard  # slow to import
 
-    return {
-        m: chunk_sizes_of(shape[p.dim], n)
-        for m, (p, n) in enumerate(zip(placements, mesh.shape, strict=True))
-        if isinstance(p, Shard)
-    }
+    pieces = {}
+    for m, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            pieces[m] = chunk_sizes_of(shape[placement.dim], mesh.shape[m])
+    return pieces
 
 
 def chunk_sizes_of(size: int, parts: int) -> Sizes:

@@ -89,11 +89,21 @@ class Spec:
     is neither split nor partial, all ranks hold the same copy. Specs are immutable.
     """
 
-    def __init__(self, mesh: Mesh, dims: tuple[Axes, ...], partial: tuple[int, ...] = ()):
-        self.mesh, self.dims, self.partial = mesh, dims, partial
+    def __init__(
+        self,
+        mesh: Mesh,
+        dims: tuple[Axes, ...],
+        partial: tuple[int, ...] = (),
+    ):
+        self.mesh = mesh
+        self.dims = dims
+        self.partial = partial
         self._derived: dict[tuple, Any] = {}
-        ahead = [axes[0].ahead if axes else 0 for axes in dims]
-        self.shape = torch.Size([n + math.prod([a.size for a in axes]) for n, axes in zip(ahead, dims, strict=True)])
+        shape = []
+        for axes in dims:
+            ahead = axes[0].ahead if axes else 0
+            shape.append(ahead + math.prod([axis.size for axis in axes]))
+        self.shape = torch.Size(shape)
         self.local_shape = torch.Size([self.held(axes) for axes in dims])  # of this rank
         self.split_dims = tuple([dim for dim, axes in enumerate(dims) if over(axes)])
         used = over(*dims).union(partial)
@@ -101,18 +111,18 @@ class Spec:
         self.copies = math.prod([group.size for m, group in enumerate(mesh.groups) if m not in used])
 
     def __eq__(self, other: Any) -> bool:
-        return self is other or (
-            self.dims == other.dims and self.partial == other.partial and self.mesh.groups == other.mesh.groups
-        )
+        if self is other:
+            return True
+        return self.dims == other.dims and self.partial == other.partial and self.mesh.groups == other.mesh.groups
 
     @property
     def placements(self) -> tuple["Placement", ...]:
         """As DTensor's: Shard(dim), Replicate() or Partial() for every dimension of the mesh."""
         from torch.distributed.tensor import Partial, Replicate, Shard  # slow to import
 
-        result: list[Placement] = [
-            Partial() if m in self.partial else Replicate() for m in range(len(self.mesh.groups))
-        ]
+        result: list[Placement] = []
+        for m in range(len(self.mesh.groups)):
+            result.append(Partial() if m in self.partial else Replicate())
         for dim, axes in enumerate(self.dims):
             for axis in axes:
                 if axis.mesh_dim is not None:
@@ -127,9 +137,19 @@ class Spec:
         """Tell whether a rank (by default this one) is the first of those among which axes are split."""
         return all(axis.sizes is None or self.coordinate(axis.mesh_dim, rank) == 0 for axis in axes)
 
-    def local_axes(self, axes: Iterable[Axis], rank: int | None = None) -> list[int]:
+    def local_axes(
+        self,
+        axes: Iterable[Axis],
+        rank: int | None = None,
+    ) -> list[int]:
         """The sizes of axes on a rank, by default this one."""
-        return [a.size if a.sizes is None else a.sizes[self.coordinate(a.mesh_dim, rank)] for a in axes]
+        sizes = []
+        for axis in axes:
+            if axis.sizes is None:
+                sizes.append(axis.size)
+            else:
+                sizes.append(axis.sizes[self.coordinate(axis.mesh_dim, rank)])
+        return sizes
 
     def coordinate(self, mesh_dim: int, rank: int | None = None) -> int:
         """The coordinate along a mesh dimension of this rank, or of a rank counted in row-major order."""
@@ -140,7 +160,10 @@ class Spec:
 
     def offset(self, axis: Axis) -> int:
         """The index of the first element of this rank's piece of an axis."""
-        return 0 if axis.sizes is None else sum(axis.sizes[: self.mesh.groups[axis.mesh_dim].rank])
+        if axis.sizes is None:
+            return 0
+        rank = self.mesh.groups[axis.mesh_dim].rank
+        return sum(axis.sizes[:rank])
 
     def split(self, dim: int) -> Shares:
         """(sizes of all ranks, Group) of a dimension that is split along its only axis; None if it is whole.
@@ -154,7 +177,11 @@ class Spec:
             raise CannotSplit(f"dimension {dim} is a product of axes {[a.size for a in axes]} and not in one piece")
         return None
 
-    def with_dims(self, dims: Iterable[Axes], partial: tuple[int, ...] | None = None) -> "Spec":
+    def with_dims(
+        self,
+        dims: Iterable[Axes],
+        partial: tuple[int, ...] | None = None,
+    ) -> "Spec":
         """The spec of a tensor with these axes on the same mesh. partial: by default that of this spec."""
         return Spec(self.mesh, tuple(dims), self.partial if partial is None else partial)
 
@@ -174,7 +201,11 @@ class Spec:
         """The spec with other sizes of some dimensions: {dim: one size, or the sizes of all ranks}."""
         dims = list(self.dims)
         for dim, size in sizes.items():
-            dims[dim] = whole(size) if isinstance(size, int) else (dims[dim][0]._replace(size=sum(size), sizes=size),)
+            if isinstance(size, int):
+                dims[dim] = whole(size)
+            else:
+                axis = dims[dim][0]
+                dims[dim] = (axis._replace(size=sum(size), sizes=size),)
         return self.with_dims(dims)
 
     def shares(self, *dims: int) -> Shares:
@@ -183,13 +214,21 @@ class Spec:
         if not split:
             return None
         (group,) = self.mesh.groups_of(split)
-        return tuple([math.prod([self.held(self.dims[d], r) for d in dims]) for r in self.ranks(*dims)]), group
+        elements = []
+        for rank in self.ranks(*dims):
+            elements.append(math.prod([self.held(self.dims[dim], rank) for dim in dims]))
+        return tuple(elements), group
 
     def ranks(self, *dims: int) -> list[int]:
         """The ranks among which dims are split, counted in row-major order; [0] if they are whole."""
         split = over(*[self.dims[dim] for dim in dims])
         others = [m for m in range(len(self.mesh.groups)) if m not in split]
-        return [r for r in range(self.mesh.joint.size) if not any(self.coordinate(m, r) for m in others)]
+        ranks = []
+        for rank in range(self.mesh.joint.size):
+            # One rank for each piece: the first along all other mesh dimensions.
+            if not any(self.coordinate(m, rank) for m in others):
+                ranks.append(rank)
+        return ranks
 
     def held(self, axes: Axes, rank: int | None = None) -> int:
         """How many elements of a dimension with these axes a rank holds, by default this one."""
@@ -220,26 +259,37 @@ def merged(axes: Iterable[Axis]) -> Axes:
         if axis.size == 1 and axis.sizes is None and not axis.ahead:
             continue
         if result and axis.sizes is None:  # pieces of the outer axis stay contiguous
-            last = result[-1]
-            sizes = last.sizes and tuple(n * axis.size for n in last.sizes)
-            result[-1] = last._replace(size=last.size * axis.size, sizes=sizes)
+            outer = result[-1]
+            sizes = outer.sizes and tuple([n * axis.size for n in outer.sizes])
+            result[-1] = outer._replace(size=outer.size * axis.size, sizes=sizes)
         else:
             result.append(axis)
     if len(result) == 1 and result[0].ahead:
         size, mesh_dim, sizes, ahead = result[0]
-        return (Axis(size + ahead, mesh_dim, sizes and (sizes[0] + ahead, *sizes[1:])),)
+        if sizes:  # the first rank holds what is ahead
+            sizes = (sizes[0] + ahead, *sizes[1:])
+        return (Axis(size + ahead, mesh_dim, sizes),)
     return tuple(result)
 
 
 def ahead_of(axes: Axes, count: int) -> Axes:
     """The axes of `count` elements, all of which the first of the ranks holds among which `axes` are split."""
-    split = [(a.mesh_dim, len(a.sizes)) for a in axes if a.sizes is not None]
-    sizes = [count, *[1] * (len(split) - 1)]
-    return tuple([Axis(n, m, (n, *[0] * (ranks - 1))) for n, (m, ranks) in zip(sizes, split, strict=True)])
+    result: list[Axis] = []
+    for axis in axes:
+        if axis.sizes is None:
+            continue
+        # The outermost axis has all elements, each other one a single element.
+        size = 1 if result else count
+        of_others = [0] * (len(axis.sizes) - 1)
+        result.append(Axis(size, axis.mesh_dim, (size, *of_others)))
+    return tuple(result)
 
 
 def spec_of(
-    mesh: DeviceMesh | Mesh, shape: Sequence[int], placements: Sequence["Placement"], sizes: Pieces | None = None
+    mesh: DeviceMesh | Mesh,
+    shape: Sequence[int],
+    placements: Sequence["Placement"],
+    sizes: Pieces | None = None,
 ) -> Spec:
     """The Spec of a tensor with a global shape.
 
@@ -249,7 +299,10 @@ def spec_of(
     """
     from torch.distributed.tensor import Shard  # slow to import
 
-    mesh, dims, partial = as_mesh(mesh), [whole(n) for n in shape], []
+    mesh = as_mesh(mesh)
+    sizes = sizes or {}
+    dims = [whole(n) for n in shape]
+    partial = []
     if len(placements) != len(mesh.groups):
         raise ValueError(f"{len(placements)} placements for a mesh of {len(mesh.groups)} dimensions")
     for m, placement in enumerate(placements):
@@ -260,11 +313,16 @@ def spec_of(
         dim = placement.dim % len(shape)
         if any(axis.sizes for axis in dims[dim]):
             raise ValueError(f"dimension {dim} cannot be split over two dimensions of the mesh")
-        dims[dim] = cut_over(mesh, m, shape[dim], (sizes or {}).get(m))
+        dims[dim] = cut_over(mesh, m, shape[dim], sizes.get(m))
     return Spec(mesh, tuple(dims), tuple(partial))
 
 
-def cut_over(mesh: Mesh, m: int, size: int, sizes: Sizes | None = None) -> Axes:
+def cut_over(
+    mesh: Mesh,
+    m: int,
+    size: int,
+    sizes: Sizes | None = None,
+) -> Axes:
     """The axes of a dimension of `size` elements that mesh dimension m splits, by default as evenly as possible.
 
     Raises ValueError if the sizes do not add up, or are not one for each rank.
@@ -282,17 +340,23 @@ def part_of(full: Tensor, spec: Spec, rank: int | None = None) -> Tensor:
     A dimension of size 1 stays whole if the spec has a larger size for it, because it broadcasts.
     """
     for dim, axes in enumerate(spec.dims):
-        if dim in spec.split_dims and (full.shape[dim] != 1 or spec.shape[dim] == 1):
-            ahead, whole_dim = axes[0].ahead, full
-            full = full.narrow(dim, ahead, full.shape[dim] - ahead)
-            if len(axes) > 1:
-                full = full.unflatten(dim, [axis.size for axis in axes])
-            for place, axis in enumerate(axes):
-                if axis.sizes is not None:
-                    at = spec.coordinate(axis.mesh_dim, rank)
-                    full = full.narrow(dim + place, sum(axis.sizes[:at]), axis.sizes[at])
-            if len(axes) > 1:
-                full = full.flatten(dim, dim + len(axes) - 1)
-            if ahead and spec.is_first(axes, rank):
-                full = torch.cat([whole_dim.narrow(dim, 0, ahead), full], dim)
+        if dim not in spec.split_dims:
+            continue
+        broadcasts = full.shape[dim] == 1 and spec.shape[dim] != 1
+        if broadcasts:
+            continue
+        ahead = axes[0].ahead
+        is_product = len(axes) > 1
+        before = full
+        full = full.narrow(dim, ahead, full.shape[dim] - ahead)
+        if is_product:
+            full = full.unflatten(dim, [axis.size for axis in axes])  # (..., each axis, ...)
+        for place, axis in enumerate(axes):
+            if axis.sizes is not None:
+                at = spec.coordinate(axis.mesh_dim, rank)
+                full = full.narrow(dim + place, sum(axis.sizes[:at]), axis.sizes[at])
+        if is_product:
+            full = full.flatten(dim, dim + len(axes) - 1)
+        if ahead and spec.is_first(axes, rank):
+            full = torch.cat([before.narrow(dim, 0, ahead), full], dim)
     return full

@@ -294,7 +294,7 @@ def name_of(func: Callable) -> str:
     return getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name
 
 
-# What is computed in place of a refusal: set by shard/fallback.py.
+# Set by shard/fallback.py: what computes an operation that no rule computes.
 on_refusal: Callable[[Callable, Sequence[Any], dict[str, Any], Exception], Any] | None = None
 
 

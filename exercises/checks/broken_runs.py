@@ -60,7 +60,7 @@ def sum_left_out() -> Iterator[None]:
 @contextmanager
 def short_halo() -> Iterator[None]:
     """Rank 0 lacks the last row of what it borrows from rank 1, and has zeros there."""
-    real = halo.Fetch._arrive
+    real = halo.HaloExchange._arrive
 
     def arrive(fetch):
         blocks = real(fetch)
@@ -70,7 +70,7 @@ def short_halo() -> Iterator[None]:
                 blocks[i] = torch.cat((kept, torch.zeros_like(lost)), fetch.dim)
         return blocks
 
-    with mock.patch.object(halo.Fetch, "_arrive", arrive):
+    with mock.patch.object(halo.HaloExchange, "_arrive", arrive):
         yield
 
 

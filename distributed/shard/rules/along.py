@@ -21,11 +21,26 @@ from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rul
 
 # {name: (position of dim among the arguments, its default; None: all dimensions)}
 ALONG: dict[str, tuple[int, Dims]] = {
-    "sort": (1, -1), "argsort": (1, -1), "msort": (1, 0), "topk": (2, -1), "kthvalue": (2, -1), "mode": (1, -1),
-    "median": (1, None), "nanmedian": (1, None), "quantile": (2, None), "nanquantile": (2, None), "prod": (1, None),
-    "cumprod": (1, None), "logcumsumexp": (1, None), "cummax": (1, None), "cummin": (1, None), "glu": (1, -1),
-    "unique": (9, None), "unique_consecutive": (9, None), "aminmax": (9, None),
-}  # fmt: skip
+    "sort": (1, -1),
+    "argsort": (1, -1),
+    "msort": (1, 0),
+    "topk": (2, -1),
+    "kthvalue": (2, -1),
+    "mode": (1, -1),
+    "median": (1, None),
+    "nanmedian": (1, None),
+    "quantile": (2, None),
+    "nanquantile": (2, None),
+    "prod": (1, None),
+    "cumprod": (1, None),
+    "logcumsumexp": (1, None),
+    "cummax": (1, None),
+    "cummin": (1, None),
+    "glu": (1, -1),
+    "unique": (9, None),
+    "unique_consecutive": (9, None),
+    "aminmax": (9, None),
+}
 
 
 def made_whole(x: ShardTensor, dims: Iterable[int]) -> ShardTensor:
@@ -33,7 +48,8 @@ def made_whole(x: ShardTensor, dims: Iterable[int]) -> ShardTensor:
 
     Costs one all-to-all for each mesh dimension that splits dims, or one all-gather if there is no other dimension.
     """
-    x, dims = reduced(x), tuple(dims)
+    x = reduced(x)
+    dims = tuple(dims)
     for m, placement in enumerate(x.spec.placements):
         if isinstance(placement, Shard) and placement.dim in dims:
             x = moved(x, m, dims)
@@ -42,9 +58,11 @@ def made_whole(x: ShardTensor, dims: Iterable[int]) -> ShardTensor:
 
 def moved(x: ShardTensor, m: int, dims: Iterable[int]) -> ShardTensor:
     """The tensor of which mesh dimension m splits the longest whole dimension that is not among dims, or none."""
-    free = [d for d, n in enumerate(x.spec.shape) if d not in dims and not x.spec.is_split(d) and n > 1]
-    target: Placement = Shard(max(free, key=x.spec.shape.__getitem__)) if free else Replicate()
-    return redistributed(x, [target if i == m else p for i, p in enumerate(x.spec.placements)])
+    shape = x.spec.shape
+    free = [d for d, n in enumerate(shape) if d not in dims and not x.spec.is_split(d) and n > 1]
+    placements: list[Placement] = list(x.spec.placements)
+    placements[m] = Shard(max(free, key=shape.__getitem__)) if free else Replicate()
+    return redistributed(x, placements)
 
 
 def split_again(x: ShardTensor) -> ShardTensor:
@@ -59,36 +77,53 @@ def as_before(y: ShardTensor, before: Spec) -> ShardTensor:
     if y.spec.placements == before.placements:
         return y
     places: Any = before.placements
-    sizes = {m: cut for m, cut in sizes_of(before).items() if y.spec.shape[places[m].dim] == sum(cut)}
+    sizes = {}
+    for m, pieces in sizes_of(before).items():
+        if y.spec.shape[places[m].dim] == sum(pieces):
+            sizes[m] = pieces
     return redistributed(y, places, sizes)
 
 
-def on_whole(x: ShardTensor, dims: Sequence[int], compute: Callable[[Tensor], Any], resizes: bool = False) -> Any:
+def on_whole(
+    x: ShardTensor,
+    dims: Sequence[int],
+    compute: Callable[[Tensor], Any],
+    resizes: bool = False,
+) -> Any:
     """compute(local part of x, of which dims are whole), as ShardTensors that are split as x if they have its shape.
 
     A result has all dimensions of x, perhaps with other sizes of dims, or it lacks dims. A rank without elements
     computes with a placeholder, because many functions reject empty tensors. resizes: split those with other sizes too.
     """
     moved = made_whole(x, dims)
-    part, spec = local(moved), moved.spec
+    part = local(moved)
+    spec = moved.spec
     empty = [d for d, n in enumerate(part.shape) if n == 0 and d not in dims]
-    out = compute(part.sum(empty, keepdim=True, dtype=part.dtype) if empty else part)
+    placeholder = part.sum(empty, keepdim=True, dtype=part.dtype) if empty else part
+    out = compute(placeholder)
 
     def wrapped(y: Tensor) -> ShardTensor:
         keepdim = y.dim() == part.dim()
-        if len(dims) == part.dim():
+        if len(dims) == part.dim():  # nothing is split
             result = wrap(y, spec.with_dims(map(whole, y.shape)))
         else:
-            for d in empty:
-                y = y.narrow(d if keepdim else d - sum(other < d for other in dims), 0, 0)
-            left = enumerate(kept(spec, dims, keepdim).dims)
-            result = wrap(y, spec.with_dims([whole(y.shape[d]) if keepdim and d in dims else a for d, a in left]))
-        return as_before(result, x.spec) if resizes or result.spec.shape == x.spec.shape else result
+            for d in empty:  # drop the placeholder's row
+                removed = 0 if keepdim else sum(other < d for other in dims)
+                y = y.narrow(d - removed, 0, 0)
+            axes = list(kept(spec, dims, keepdim).dims)
+            if keepdim:
+                for d in dims:
+                    axes[d] = whole(y.shape[d])
+            result = wrap(y, spec.with_dims(axes))
+        splits_back = resizes or result.spec.shape == x.spec.shape
+        return as_before(result, x.spec) if splits_back else result
 
     if isinstance(out, Tensor):
         return wrapped(out)
-    results = list(map(wrapped, out))
-    return tuple(results) if type(out) in (tuple, list) else type(out)(results)
+    results = [wrapped(y) for y in out]
+    if type(out) in (tuple, list):
+        return tuple(results)
+    return type(out)(results)  # a named tuple of torch.return_types
 
 
 @rule(*named(*ALONG))
@@ -96,14 +131,21 @@ def along(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> Any:
     """The functions of ALONG. Without dim they see the whole tensor, which every rank gathers."""
     if any(isinstance(value, ShardTensor) for value in (*args, *kwargs.values())):
         raise no_rule(func, (input, *args), kwargs, "of two ShardTensors")
-    place, dim = ALONG[func.__name__]
-    dim = kwargs.get("dim", args[place - 1] if len(args) >= place else dim)
+    place, default = ALONG[func.__name__]
+    by_position = args[place - 1] if len(args) >= place else default
+    dim = kwargs.get("dim", by_position)
     dims = dims_of(input.spec, dim)
     return on_whole(input, dims, lambda part: func(part, *args, **kwargs))
 
 
 @rule(*named("quantile", "nanquantile"))
-def quantile(func: Callable, input: ShardTensor, q: Any, *args: Any, **kwargs: Any) -> ShardTensor:
+def quantile(
+    func: Callable,
+    input: ShardTensor,
+    q: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> ShardTensor:
     """One quantile, or several as a new first dimension."""
     if isinstance(q, Tensor) and q.dim():
         return dispatch(torch.stack, [along(func, input, each, *args, **kwargs) for each in q.unbind()])
@@ -111,28 +153,47 @@ def quantile(func: Callable, input: ShardTensor, q: Any, *args: Any, **kwargs: A
 
 
 @rule(torch.gradient)
-def gradient(func: Callable, input: ShardTensor, *, spacing: Any = 1, dim: Dims = None, edge_order: int = 1) -> list:
+def gradient(
+    func: Callable,
+    input: ShardTensor,
+    *,
+    spacing: Any = 1,
+    dim: Dims = None,
+    edge_order: int = 1,
+) -> list:
     """Central differences along each of the dimensions."""
     dims = dims_of(input.spec, dim)
     steps = spacing if isinstance(spacing, list | tuple) else [spacing] * len(dims)
     slopes = []
     for d, step in zip(dims, steps, strict=True):
-        step = (step,) if isinstance(step, Tensor) else step
+        if isinstance(step, Tensor):  # the coordinates of the rows
+            step = (step,)
         central = partial(torch.gradient, spacing=step, dim=d, edge_order=edge_order)
         slopes += on_whole(input, (d,), central)
     return slopes
 
 
 @rule(Tensor.unfold)
-def unfold(func: Callable, input: ShardTensor, dimension: int, size: int, step: int) -> ShardTensor:
+def unfold(
+    func: Callable,
+    input: ShardTensor,
+    dimension: int,
+    size: int,
+    step: int,
+) -> ShardTensor:
     """Windows of a dimension, whose rows become the last dimension: each rank fetches the rows of its windows."""
-    x, dim = reduced(input), dimension % len(input.spec.dims)
-    part, splits, windows = local(x), splits_of(x, (dim,)), {dim: Window(size, step)}
-    shape = output_shape(func, part, splits, windows)
+    x = reduced(input)
+    dim = dimension % len(input.spec.dims)
+    part = local(x)
+    splits = splits_of(x, (dim,))
+    windows = {dim: Window(size, step)}
+    shape = output_shape(func, part, splits, windows)  # (..., windows, ...)
     part, new, _ = extended(part, splits, windows, shape, fill=None)
     dims = x.spec.resized({dim: new.get(dim, shape[dim])}).dims
     out = x.spec.with_dims((*dims, whole(size)))
-    return wrap(no_outputs(part, out.local_shape) if 0 in shape else part.unfold(dim, size, step), out)
+    if 0 in shape:
+        return wrap(no_outputs(part, out.local_shape), out)
+    return wrap(part.unfold(dim, size, step), out)
 
 
 FOURIER = [getattr(torch.fft, i + r + "fft" + n) for i in ("", "i") for r in ("", "r") for n in ("", "2", "n")]
@@ -140,25 +201,45 @@ FOURIER = [getattr(torch.fft, i + r + "fft" + n) for i in ("", "i") for r in (""
 
 @rule(*FOURIER)
 def fourier(
-    func: Callable, input: ShardTensor, s: Any = None, dim: Dims = None, norm: str | None = None, **keywords: Any
+    func: Callable,
+    input: ShardTensor,
+    s: Any = None,
+    dim: Dims = None,
+    norm: str | None = None,
+    **keywords: Any,
 ) -> ShardTensor:
     """Fourier transforms of one or more dimensions: two all-to-alls for each that is split.
 
     The last dimension of a real transform comes first, that of the inverse last.
     """
-    name, s = func.__name__.removeprefix("fft_"), keywords.get("n", s)
-    if name.endswith("fft"):
-        s, dim = None if s is None else (s,), -1 if dim is None else dim
-    if dim is None:
-        dim = (-2, -1) if name.endswith("2") else range(-len(s or input.spec.shape), 0)
-    dims, real, inverse = dims_of(input.spec, dim), "rfft" in name, name.startswith("i")
-    lengths = [None if n == -1 else n for n in s] if s is not None else [None] * len(dims)
+    name = func.__name__.removeprefix("fft_")
+    real = "rfft" in name
+    inverse = name.startswith("i")
+
+    # The dimensions, and the length of each.
+    s = keywords.get("n", s)
+    if name.endswith("fft"):  # of one dimension
+        s = None if s is None else (s,)
+        dim = -1 if dim is None else dim
+    elif dim is None and name.endswith("2"):
+        dim = (-2, -1)
+    elif dim is None:
+        count = len(s or input.spec.shape)
+        dim = range(-count, 0)
+    dims = dims_of(input.spec, dim)
+    lengths = [None] * len(dims) if s is None else [None if n == -1 else n for n in s]
+
+    # One transform after the other. The real one is the first, or the last of an inverse.
     steps = list(zip(dims, lengths, strict=True))
-    last = torch.fft.irfft if inverse else torch.fft.rfft
-    other = torch.fft.ifft if inverse else torch.fft.fft
+    if not inverse:
+        steps.reverse()
+    real_step = len(steps) - 1 if inverse else 0
     x = input
-    for i, (d, n) in enumerate(steps if inverse else steps[::-1]):
-        single = last if real and i == (len(steps) - 1 if inverse else 0) else other
+    for i, (d, n) in enumerate(steps):
+        if real and i == real_step:
+            single = torch.fft.irfft if inverse else torch.fft.rfft
+        else:
+            single = torch.fft.ifft if inverse else torch.fft.fft
         x = on_whole(x, (d,), partial(single, n=n, dim=d, norm=norm), resizes=True)
     return x
 
@@ -166,32 +247,52 @@ def fourier(
 @rule(torch.fft.fftshift, torch.fft.ifftshift)
 def fourier_shift(func: Callable, input: ShardTensor, dim: Dims = None) -> ShardTensor:
     """Roll the frequency 0 to the middle, and back."""
-    dims, sign = dims_of(input.spec, dim), 1 if func is torch.fft.fftshift else -1
-    return dispatch(torch.roll, input, [sign * (input.spec.shape[d] // 2) for d in dims], dims)
+    dims = dims_of(input.spec, dim)
+    sign = 1 if func is torch.fft.fftshift else -1
+    shifts = [sign * (input.spec.shape[d] // 2) for d in dims]
+    return dispatch(torch.roll, input, shifts, dims)
 
 
 @rule(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 def recurrent(
-    func: Callable, input: Tensor, hx: Any, weights: Any, biases: Any, layers: Any = None, dropout: Any = 0.0,
-    train: Any = False, bidirectional: Any = False, batch_first: Any = False,
-) -> tuple[ShardTensor, ...]:  # fmt: skip
+    func: Callable,
+    input: Tensor,
+    hx: Any,
+    weights: Any,
+    biases: Any,
+    layers: Any = None,
+    dropout: Any = 0.0,
+    train: Any = False,
+    bidirectional: Any = False,
+    batch_first: Any = False,
+) -> tuple[ShardTensor, ...]:
     """(B, T, D) or (T, B, D) -> the same with other features, and the last states (layers, B, D)."""
     states: Sequence[Tensor] = [hx] if isinstance(hx, Tensor) else list(hx)
-    if not isinstance(weights, list | tuple) or not isinstance(train, bool) or (dropout and train):
+    is_packed = not isinstance(weights, list | tuple) or not isinstance(train, bool)
+    if is_packed or (dropout and train):
         raise no_rule(func, (input, *states), {}, "packed sequences, or dropout between layers")
     like = next(x for x in (input, *states) if isinstance(x, ShardTensor))
     x = copied(input, like.spec)
-    x = made_whole(dispatch(torch.transpose, x, 0, 1) if batch_first else x, (0, 2))  # (T, B, D)
+    if batch_first:
+        x = dispatch(torch.transpose, x, 0, 1)
+    x = made_whole(x, (0, 2))  # (T, B, D), of which only B may be split
+    batch = x.spec.dims[1]
     parts = []
     for state in states:
         count, _, features = global_shape(state)
-        parts.append(fitted(reduced(state), x.spec.with_dims((whole(count), x.spec.dims[1], whole(features)))))
-    own = [shared(weight, x.spec) for weight in weights]
+        of_state = x.spec.with_dims((whole(count), batch, whole(features)))
+        parts.append(fitted(reduced(state), of_state))
+    own_weights = [shared(weight, x.spec) for weight in weights]
 
     def compute(part: Tensor) -> tuple[Tensor, ...]:
-        first = [state.sum(1, keepdim=True) if state.shape[1] < part.shape[1] else state for state in parts]
+        first = []
+        for state in parts:
+            is_placeholder = state.shape[1] < part.shape[1]  # this rank has no samples
+            first.append(state.sum(1, keepdim=True) if is_placeholder else state)
         hidden = first[0] if isinstance(hx, Tensor) else first
-        return func(part, hidden, own, biases, layers, dropout, train, bidirectional, False)
+        return func(part, hidden, own_weights, biases, layers, dropout, train, bidirectional, False)
 
     y, *last = on_whole(x, (0, 2), compute)
-    return dispatch(torch.transpose, y, 0, 1) if batch_first else y, *last
+    if batch_first:
+        y = dispatch(torch.transpose, y, 0, 1)
+    return y, *last

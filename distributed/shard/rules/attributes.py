@@ -16,12 +16,40 @@ from distributed.shard.tensor import AsShardTensors, ShardTensor, local, named, 
 
 
 @rule(
-    Tensor.requires_grad.__set__, Tensor._backward_hooks.__set__,
-    *named("dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "output_nr", "_version", "is_cuda",
-           "is_cpu", "is_sparse", "is_meta", "is_quantized", "is_nested", "retains_grad", "_backward_hooks", "is_mps",
-           "is_xpu", "is_floating_point", "is_complex", "element_size", "get_device", "requires_grad_", "retain_grad",
-           "is_inference", "register_post_accumulate_grad_hook", "data_ptr", "is_contiguous", "is_pinned"),
-)  # fmt: skip
+    Tensor.requires_grad.__set__,
+    Tensor._backward_hooks.__set__,
+    *named(
+        "dtype",
+        "device",
+        "layout",
+        "requires_grad",
+        "grad_fn",
+        "is_leaf",
+        "output_nr",
+        "_version",
+        "is_cuda",
+        "is_cpu",
+        "is_sparse",
+        "is_meta",
+        "is_quantized",
+        "is_nested",
+        "retains_grad",
+        "_backward_hooks",
+        "is_mps",
+        "is_xpu",
+        "is_floating_point",
+        "is_complex",
+        "element_size",
+        "get_device",
+        "requires_grad_",
+        "retain_grad",
+        "is_inference",
+        "register_post_accumulate_grad_hook",
+        "data_ptr",
+        "is_contiguous",
+        "is_pinned",
+    ),
+)
 def of_local(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
     """Properties that the whole tensor shares with the local part."""
     return func(x, *args, **kwargs)
@@ -66,7 +94,11 @@ def as_gradient(grad: Tensor | None, spec: Spec | None) -> Tensor | None:
 
 
 @rule(Tensor.register_hook)
-def register_hook(func: Callable, x: ShardTensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+def register_hook(
+    func: Callable,
+    x: ShardTensor,
+    hook: Callable[[Tensor], Tensor | None],
+) -> Any:
     """Let a hook see, and replace, the gradient as a ShardTensor."""
     spec = gradient_spec(x.spec)
 
@@ -88,7 +120,13 @@ def is_view(func: Callable, x: ShardTensor) -> bool:
 
 
 @rule(Tensor.backward)
-def backward(func: Callable, x: ShardTensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+def backward(
+    func: Callable,
+    x: ShardTensor,
+    gradient: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     """Run the backward pass. gradient: split as x is."""
     if gradient is None and x.spec.split_dims and x.spec.shape.numel() != 1:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
@@ -97,7 +135,13 @@ def backward(func: Callable, x: ShardTensor, gradient: Tensor | None = None, *ar
 
 
 @rule(torch.autograd.backward)
-def backward_of(func: Callable, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+def backward_of(
+    func: Callable,
+    tensors: Any,
+    grad_tensors: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     """Run the backward pass of several tensors, as reentrant checkpointing does. grad_tensors: split as these are."""
     tensors, grads = ([x] if isinstance(x, Tensor) else x for x in (tensors, grad_tensors))
     with torch.enable_grad():  # a view without a graph has no backward pass
@@ -106,8 +150,18 @@ def backward_of(func: Callable, tensors: Any, grad_tensors: Any = None, *args: A
         func(tensors, grads and [local(x) for x in grads], *args, **kwargs)
 
 
-@rule(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__,
-      Tensor.__format__, Tensor.__contains__, Tensor.__array__)  # fmt: skip
+@rule(
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.__float__,
+    Tensor.__int__,
+    Tensor.__bool__,
+    Tensor.__index__,
+    Tensor.__format__,
+    Tensor.__contains__,
+    Tensor.__array__,
+)
 def whole_value(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
     """The value of the whole tensor for the host, on every rank."""
     return func(local(replicated(x)), *args, **kwargs)

@@ -22,10 +22,21 @@ from distributed.shard.tensor import NoRule, ShardTensor, composed, local, named
 from networks.vit import PerAxis
 
 BODIES: list[Any] = [
-    F.multi_head_attention_forward, F.lp_pool1d, F.lp_pool2d, F.lp_pool3d, F.local_response_norm, F.softmin,
-    F.gaussian_nll_loss, F.max_unpool1d, F.max_unpool2d, F.max_unpool3d, F.dropout1d, F.dropout2d, F.dropout3d,
+    F.multi_head_attention_forward,
+    F.lp_pool1d,
+    F.lp_pool2d,
+    F.lp_pool3d,
+    F.local_response_norm,
+    F.softmin,
+    F.gaussian_nll_loss,
+    F.max_unpool1d,
+    F.max_unpool2d,
+    F.max_unpool3d,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
     F.feature_alpha_dropout,
-]  # fmt: skip
+]
 FORMULAS: dict[str, Callable[..., Any]] = {
     "bilinear": lambda input1, input2, weight, bias=None: (
         torch.einsum("...i,oij,...j->...o", input1, weight, input2) + (0 if bias is None else bias)
@@ -51,7 +62,9 @@ for _names, _formula in FORMULAS.items():
 def body(function: FunctionType) -> FunctionType:
     """The function without its question whether an argument has a __torch_function__."""
     asks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    names = function.__globals__ | {name: lambda *args: False for name in asks}
+    names = dict(function.__globals__)
+    for name in asks:
+        names[name] = lambda *args: False
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
@@ -70,15 +83,31 @@ def new(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> Tensor
 
 
 @composed(torch.meshgrid, torch._VF.meshgrid)  # type: ignore[attr-defined]  # of a list, it is the second
-def meshgrid(func: Callable, *tensors: Any, indexing: str | None = None) -> tuple[Tensor, ...]:
+def meshgrid(
+    func: Callable,
+    *tensors: Any,
+    indexing: str | None = None,
+) -> tuple[Tensor, ...]:
     """The coordinates (n_0,), (n_1,), ... of a grid at all its points, each (n_0, n_1, ...); xy: (n_1, n_0, ...)."""
-    axes = [x.reshape(-1) for x in (tensors[0] if isinstance(tensors[0], list | tuple) else tensors)]
-    grids = torch.broadcast_tensors(*[x.view(-1, *[1] * (len(axes) - 1 - i)) for i, x in enumerate(axes)])
-    return tuple([grid.transpose(0, 1) for grid in grids]) if indexing == "xy" and len(axes) > 1 else tuple(grids)
+    given = tensors[0] if isinstance(tensors[0], list | tuple) else tensors
+    count = len(given)
+    axes = []
+    for i, x in enumerate(given):
+        dims_behind = count - 1 - i
+        axes.append(x.reshape(-1).view(-1, *[1] * dims_behind))  # (n_i, 1, ...)
+    grids = torch.broadcast_tensors(*axes)
+    if indexing == "xy" and count > 1:
+        return tuple([grid.transpose(0, 1) for grid in grids])
+    return tuple(grids)
 
 
 @composed(*named("rot90"))
-def rot90(func: Callable, input: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
+def rot90(
+    func: Callable,
+    input: Tensor,
+    k: int = 1,
+    dims: Sequence[int] = (0, 1),
+) -> Tensor:
     """Turn a plane k times by 90 degrees."""
     turned = input.clone()
     for _ in range(k % 4):
@@ -88,60 +117,94 @@ def rot90(func: Callable, input: Tensor, k: int = 1, dims: Sequence[int] = (0, 1
 
 @composed(*named("diff"))
 def diff(
-    func: Callable, input: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None,
+    func: Callable,
+    input: Tensor,
+    n: int = 1,
+    dim: int = -1,
+    prepend: Tensor | None = None,
     append: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The n-th difference of neighbours."""
     parts = [x for x in (prepend, input, append) if x is not None]
     x = torch.cat(parts, dim) if len(parts) > 1 else input
     for _ in range(n):
         rows = x.shape[dim]
-        x = x.narrow(dim, min(1, rows), max(rows - 1, 0)) - x.narrow(dim, 0, max(rows - 1, 0))
+        length = max(rows - 1, 0)
+        x = x.narrow(dim, min(1, rows), length) - x.narrow(dim, 0, length)
     return x
 
 
 @composed(*named("trapezoid", "trapz"))
-def trapezoid(func: Callable, y: Tensor, x: Tensor | None = None, *, dx: float = 1, dim: int = -1) -> Tensor:
+def trapezoid(
+    func: Callable,
+    y: Tensor,
+    x: Tensor | None = None,
+    *,
+    dx: float = 1,
+    dim: int = -1,
+) -> Tensor:
     """The integral along a dimension, by the trapezoidal rule. x: the places, one for each row or each element."""
-    rows, steps = y.shape[dim], cast("Any", dx)
+    steps = cast("Any", dx)
     if x is not None:
-        x = x.view(-1, *[1] * (y.dim() - 1 - dim % y.dim())) if x.dim() == 1 else x
+        if x.dim() == 1:  # (rows, 1, ...)
+            dims_behind = y.dim() - 1 - dim % y.dim()
+            x = x.view(-1, *[1] * dims_behind)
         steps = x.diff(dim=dim if x.dim() == y.dim() else 0)
-    return ((y.narrow(dim, 1, rows - 1) + y.narrow(dim, 0, rows - 1)) * steps / 2).sum(dim)
+    length = y.shape[dim] - 1
+    both_ends = y.narrow(dim, 1, length) + y.narrow(dim, 0, length)
+    return (both_ends * steps / 2).sum(dim)
 
 
 @composed(*named("as_strided"))
 def as_strided(
-    func: Callable, input: ShardTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+    func: Callable,
+    input: ShardTensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
 ) -> ShardTensor:
     """Windows of the elements of a tensor in row-major order, each dimension a view or an unfold of those inside it.
 
     Whether the whole tensor would be in this order the ranks agree on in one message, which the host reads. Refused for
     tensors in another order, and where the ranks' pieces would be broken up. It is a copy, not a view.
     """
-    group, part = input.spec.mesh.joint, local(input)
+    group = input.spec.mesh.joint
+    part = local(input)
     ordered = part.stride() == torch.empty(part.shape, device="meta").stride()
     ordered = ordered and (storage_offset is None or part.storage_offset() == 0)
-    if reduce_from_region(torch.tensor(int(ordered), device=part.device), group).item() < group.size or 0 in size:
+    own_answer = torch.tensor(int(ordered), device=part.device)
+    ordered_ranks = reduce_from_region(own_answer, group).item()
+    if ordered_ranks < group.size or 0 in size:
         raise no_rule(func, (input,), {}, "it is empty, or not in row-major order")
-    x, reach = input.flatten(), sum([(n - 1) * s for n, s in zip(size, stride, strict=True)])
-    x = x.narrow(0, storage_offset or 0, x.shape[0] - (storage_offset or 0))
+
+    # All elements in order, from the first that is used. reach: the distance from it to the last.
+    x = input.flatten()
+    offset = storage_offset or 0
+    x = x.narrow(0, offset, x.shape[0] - offset)
+    reach = sum([(n - 1) * step for n, step in zip(size, stride, strict=True)])
     if reach >= x.shape[0]:
         raise RuntimeError(f"as_strided: sizes {list(size)} and strides {list(stride)} of {x.shape[0]} elements")
-    moving = sorted([d for d, n in enumerate(size) if n > 1 and stride[d]], key=lambda d: -stride[d])
+
+    # Cut off one dimension after the other, those of the longest strides first: x is (..., rest).
+    moving = [d for d, n in enumerate(size) if n > 1 and stride[d]]
+    moving.sort(key=lambda d: -stride[d])
     try:
         for d in moving:
             n, step = size[d], stride[d]
             reach -= (n - 1) * step
-            if reach < step and n * step <= x.shape[-1]:
+            is_apart = reach < step and n * step <= x.shape[-1]  # its rows do not overlap
+            if is_apart:
                 x = x.narrow(-1, 0, n * step).unflatten(-1, (n, step))
             else:
                 x = x.narrow(-1, 0, reach + 1 + (n - 1) * step).unfold(-1, reach + 1, step)
     except NoRule as broken:
         raise no_rule(func, (input,), {}, str(broken)) from broken
+
+    # Bring the dimensions into the order of `size`, and add those of size 1 or of stride 0.
     x = x[..., 0].permute([moving.index(d) for d in sorted(moving)])
-    for d in [d for d in range(len(size)) if d not in moving]:
-        x = x.unsqueeze(d)
+    for d in range(len(size)):
+        if d not in moving:
+            x = x.unsqueeze(d)
     expanded = cast(ShardTensor, x.expand(size))
     expanded.copied_from = "as_strided"
     return expanded
@@ -149,27 +212,47 @@ def as_strided(
 
 @composed(F.unfold)
 def unfold(
-    func: Callable, input: Tensor, kernel_size: PerAxis, dilation: PerAxis = 1, padding: PerAxis = 0,
+    func: Callable,
+    input: Tensor,
+    kernel_size: PerAxis,
+    dilation: PerAxis = 1,
+    padding: PerAxis = 0,
     stride: PerAxis = 1,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Windows of an image as columns: (B, C, H, W) -> (B, C kh kw, windows)."""
-    (kh, kw), (dh, dw), (ph, pw), (sh, sw) = (spatial(v, 2) for v in (kernel_size, dilation, padding, stride))
-    x = F.pad(input, (pw, pw, ph, ph)).unfold(-2, dh * (kh - 1) + 1, sh)[..., ::dh]  # (B, C, h, W, kh)
-    x = x.unfold(-2, dw * (kw - 1) + 1, sw)[..., ::dw].movedim((-2, -1), (-4, -3))  # (B, C, kh, kw, h, w)
+    (kh, kw), (dh, dw) = spatial(kernel_size, 2), spatial(dilation, 2)
+    (ph, pw), (sh, sw) = spatial(padding, 2), spatial(stride, 2)
+    x = F.pad(input, (pw, pw, ph, ph))
+    x = x.unfold(-2, dh * (kh - 1) + 1, sh)[..., ::dh]  # (B, C, h, W, kh)
+    x = x.unfold(-2, dw * (kw - 1) + 1, sw)[..., ::dw]  # (B, C, h, w, kh, kw)
+    x = x.movedim((-2, -1), (-4, -3))  # (B, C, kh, kw, h, w)
     return x.flatten(-2).flatten(-4, -2)
 
 
 @composed(F.fold)
 def fold(
-    func: Callable, input: Tensor, output_size: PerAxis, kernel_size: PerAxis, dilation: PerAxis = 1,
-    padding: PerAxis = 0, stride: PerAxis = 1,
-) -> Tensor:  # fmt: skip
+    func: Callable,
+    input: Tensor,
+    output_size: PerAxis,
+    kernel_size: PerAxis,
+    dilation: PerAxis = 1,
+    padding: PerAxis = 0,
+    stride: PerAxis = 1,
+) -> Tensor:
     """Add up windows to an image, (B, C kh kw, windows) -> (B, C, H, W): a transposed convolution that copies."""
-    sizes, kernel, steps, pads, strides = (spatial(v, 2) for v in (output_size, kernel_size, dilation, padding, stride))
+    sizes = spatial(output_size, 2)
+    kernel = spatial(kernel_size, 2)
+    steps = spatial(dilation, 2)
+    pads = spatial(padding, 2)
+    strides = spatial(stride, 2)
     windows = windows_of(range(2), kernel, strides, pads, steps).values()
-    counts = [w.length(n) for w, n in zip(windows, sizes, strict=True)]
-    plain = [(c - 1) * w.stride - 2 * w.before + w.reach + 1 for c, w in zip(counts, windows, strict=True)]
-    more = [n - length for n, length in zip(sizes, plain, strict=True)]
+    counts = []  # of windows along each axis
+    more = []  # rows at the end that no window reaches
+    for window, size in zip(windows, sizes, strict=True):
+        count = window.length(size)
+        reached = (count - 1) * window.stride - 2 * window.before + window.reach + 1
+        counts.append(count)
+        more.append(size - reached)
     area = math.prod(kernel)
     x = input.unflatten(-1, counts).unflatten(-3, (-1, area))  # (B, C, kh kw, h, w)
     copies = torch.eye(area, dtype=input.dtype, device=input.device).view(area, 1, *kernel)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.collectives import Sizes
-from distributed.halo import Fetch, Interval, bounds
+from distributed.halo import HaloExchange, Interval, bounds
 from distributed.layers import to_compute_dtype
 from distributed.shard.rules import windows
 from distributed.shard.rules.windows import Output, Padding, Splits, Window, request, spatial, whole_length
@@ -21,9 +21,16 @@ from networks.vit import PerAxis
 
 @windows.spatial_rule("conv")
 def convolve(
-    func: Callable, x: Tensor, splits: Splits, weight: Tensor, bias: Tensor | None = None,
-    stride: PerAxis = 1, padding: Padding = 0, dilation: PerAxis = 1, groups: int = 1,
-) -> Output:  # fmt: skip
+    func: Callable,
+    x: Tensor,
+    splits: Splits,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: PerAxis = 1,
+    padding: Padding = 0,
+    dilation: PerAxis = 1,
+    groups: int = 1,
+) -> Output:
     """conv1d, conv2d, conv3d: x (B, C, ...) or (C, ...), weight (D, C / groups, ...) -> (B, D, ...).
 
     padding: numbers, 'same' or 'valid'. On an accelerator, the outputs that need only this rank's rows are computed
@@ -31,31 +38,44 @@ def convolve(
     than the padded input.
     """
     count = weight.ndim - 2
-    x, ahead = to_compute_dtype(x), x.ndim - count
-    along = windows.windows_of(range(ahead, x.ndim), weight.shape[2:], stride, padding, dilation)
+    x = to_compute_dtype(x)
+    first_spatial = x.ndim - count
+    along = windows.windows_of(range(first_spatial, x.ndim), weight.shape[2:], stride, padding, dilation)
     shape = windows.output_shape(func, x, splits, along)
-    shape[ahead - 1], left = weight.shape[0], [0] * count
-    for dim, w in along.items():
-        if dim not in splits and w.before == w.after:
-            left[dim - ahead] = w.before
-        elif dim not in splits:
-            x = F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [w.before, w.after])
+    shape[first_spatial - 1] = weight.shape[0]  # (B, D, ...) of the whole output
+
+    # Dimensions that are not split keep their padding: the plain operation adds it, if both ends have the same.
+    own_padding = [0] * count
+    for dim, window in along.items():
+        if dim in splits:
+            continue
+        if window.before == window.after:
+            own_padding[dim - first_spatial] = window.before
+        else:
+            dims_behind = x.ndim - 1 - dim
+            x = F.pad(x, [0, 0] * dims_behind + [window.before, window.after])
 
     def compute(part: Tensor) -> Tensor:
-        return func(part, weight, bias, stride, left, dilation, groups)
+        return func(part, weight, bias, stride, own_padding, dilation, groups)
 
+    # Fetch the rows of all split dimensions but the last at once, and only begin to fetch those of the last.
     *others, last = sorted(splits)
     x, new, _ = windows.extended(x, {dim: splits[dim] for dim in others}, along, shape, 0)
-    w, (sizes, group) = along[last], splits[last]
-    new[last] = w.output_sizes(sizes, shape[last])
-    coming, outputs, _ = request(x, last, splits[last], new[last], w.interval)
-    shape[last] = outputs[1] - outputs[0]
+    window = along[last]
+    sizes, group = splits[last]
+    new[last] = window.output_sizes(sizes, shape[last])
+    pending, outputs, _ = request(x, last, splits[last], new[last], window.interval)
+    shape[last] = outputs[1] - outputs[0]  # of this rank's output
     if 0 in shape:
-        return windows.no_outputs(coming.rows(), shape, weight, bias), new
-    everywhere = all(map(all, new.values())) and mostly_inside(w, sizes, new[last])  # every rank has outputs
-    if not (everywhere and coming.traffic and may_overlap(x)):
-        return compute(coming.rows()), new
-    return overlapped(compute, coming, w, last, bounds(sizes)[group.rank], outputs), new
+        return windows.no_outputs(pending.rows(), shape, weight, bias), new
+
+    # Compute what needs no other rank's rows while they travel, where that pays.
+    every_rank_has_outputs = all(all(sizes_of_dim) for sizes_of_dim in new.values())
+    worthwhile = every_rank_has_outputs and mostly_inside(window, sizes, new[last])
+    if worthwhile and pending.traffic and may_overlap(x):
+        own_rows = bounds(sizes)[group.rank]
+        return overlapped(compute, pending, window, last, own_rows, outputs), new
+    return compute(pending.rows()), new
 
 
 def may_overlap(x: Tensor) -> bool:
@@ -72,24 +92,34 @@ def mostly_inside(window: Window, sizes: Sizes, outputs: Sizes) -> bool:
     Where data parallelism reduces these gradients meanwhile, the collectives would come in different orders.
     """
     for rows, (first, last) in zip(bounds(sizes), bounds(outputs), strict=True):
-        inner = inside(window, rows, (first, last))
-        if not 3 * (last - first) < 4 * (inner[1] - inner[0]) < 4 * (last - first):
+        inner_first, inner_last = inside(window, rows, (first, last))
+        count = last - first
+        inner_count = inner_last - inner_first
+        # Most: more than three quarters.
+        if not 3 * count < 4 * inner_count < 4 * count:
             return False
     return True
 
 
 def overlapped(
-    compute: Callable[[Tensor], Tensor], coming: Fetch, window: Window, dim: int, rows: Interval, outputs: Interval
+    compute: Callable[[Tensor], Tensor],
+    pending: HaloExchange,
+    window: Window,
+    dim: int,
+    rows: Interval,
+    outputs: Interval,
 ) -> Tensor:
     """Compute the outputs of a rank that holds `rows`, those that need no others first."""
     inner = inside(window, rows, outputs)
     first, last = window.interval(*inner)
-    middle = compute(coming.own.narrow(dim, first - rows[0], last - first))
+    middle = compute(pending.own.narrow(dim, first - rows[0], last - first))
     parts = [middle]
     if outputs[0] < inner[0]:
-        parts.insert(0, compute(coming.rows(*window.interval(outputs[0], inner[0]))))
+        front = pending.rows(*window.interval(outputs[0], inner[0]))
+        parts.insert(0, compute(front))
     if inner[1] < outputs[1]:
-        parts.append(compute(coming.rows(*window.interval(inner[1], outputs[1]))))
+        back = pending.rows(*window.interval(inner[1], outputs[1]))
+        parts.append(compute(back))
     return torch.cat(parts, dim)
 
 
@@ -98,34 +128,55 @@ def inside(window: Window, rows: Interval, outputs: Interval) -> Interval:
     first = -((-rows[0] - window.before) // window.stride)
     last = (rows[1] - 1 - window.reach + window.before) // window.stride + 1
     first = min(max(first, outputs[0]), outputs[1])
-    return first, max(first, min(last, outputs[1]))
+    last = min(last, outputs[1])
+    return first, max(first, last)
 
 
 @windows.spatial_rule("conv_transpose")
 def convolve_transposed(
-    func: Callable, x: Tensor, splits: Splits, weight: Tensor, bias: Tensor | None = None,
-    stride: PerAxis = 1, padding: PerAxis = 0, output_padding: PerAxis = 0, groups: int = 1, dilation: PerAxis = 1,
-) -> Output:  # fmt: skip
+    func: Callable,
+    x: Tensor,
+    splits: Splits,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: PerAxis = 1,
+    padding: PerAxis = 0,
+    output_padding: PerAxis = 0,
+    groups: int = 1,
+    dilation: PerAxis = 1,
+) -> Output:
     """conv_transpose1d, 2d, 3d: x (B, C, ...) or (C, ...), weight (C, D / groups, ...) -> (B, D, ...)."""
     count = weight.ndim - 2
-    x, ahead = to_compute_dtype(x), x.ndim - count
-    strides, crops, extras = spatial(stride, count), list(spatial(padding, count)), list(spatial(output_padding, count))
-    new, surplus, shape = {}, {}, [*x.shape[: ahead - 1], weight.shape[1] * groups]
-    for i, (kernel, d) in enumerate(zip(weight.shape[2:], spatial(dilation, count), strict=True)):
-        dim, s, p, reach = ahead + i, strides[i], crops[i], d * (kernel - 1)
-        length = (whole_length(x, dim, splits) - 1) * s - 2 * p + reach + extras[i] + 1
-        if extras[i] >= max(s, d) or length < 1:
-            raise ValueError(f"{func.__name__}: {length} rows, output_padding {extras[i]}, stride {s}")
+    x = to_compute_dtype(x)
+    first_spatial = x.ndim - count
+    strides = spatial(stride, count)
+    dilations = spatial(dilation, count)
+    crops = list(spatial(padding, count))  # outputs that are left out at both ends
+    extras = list(spatial(output_padding, count))  # and outputs that are added at the end
+    new = {}
+    surplus = {}  # {split dimension: outputs to drop in front of this rank's own}
+    shape = [*x.shape[: first_spatial - 1], weight.shape[1] * groups]  # (B, D), then this rank's rows
+    for i, (kernel, d) in enumerate(zip(weight.shape[2:], dilations, strict=True)):
+        dim = first_spatial + i
+        s, p, extra = strides[i], crops[i], extras[i]
+        reach = d * (kernel - 1)
+        length = (whole_length(x, dim, splits) - 1) * s - 2 * p + reach + extra + 1
+        if extra >= max(s, d) or length < 1:
+            raise ValueError(f"{func.__name__}: {length} rows, output_padding {extra}, stride {s}")
         if dim in splits:
-            # Row j contributes to the outputs j * s - p + d * t; its rank holds those around their middle.
+            # Row j contributes to the outputs j * s - p + dilation * t; its rank holds those around their middle.
             middle = reach // 2 - (s - 1) // 2 - p
-            new[dim] = windows.cut(splits[dim][0], length, lambda end, s=s, middle=middle: end * s + middle)
+            new[dim] = windows.cut(splits[dim][0], length, partial(middle_output, stride=s, middle=middle))
             rows = partial(spread_over, stride=s, reach=reach, crop=p)
-            coming, (first, last), (row, end) = request(x, dim, splits[dim], new[dim], rows)
-            x = coming.rows()
-            ahead_of, behind = first + p - row * s, (end - 1) * s + reach + 1 - last - p  # surplus outputs
-            crops[i], extras[i] = max(0, min(ahead_of, behind)), max(0, -behind)
-            surplus[dim], length = ahead_of - crops[i], last - first
+            pending, (first, last), (row, end) = request(x, dim, splits[dim], new[dim], rows)
+            x = pending.rows()
+            # The plain operation on these rows also makes outputs of other ranks: in front, and behind.
+            in_front = first + p - row * s
+            behind = (end - 1) * s + reach + 1 - last - p
+            crops[i] = max(0, min(in_front, behind))
+            extras[i] = max(0, -behind)
+            surplus[dim] = in_front - crops[i]
+            length = last - first
         shape.append(length)
     if 0 in shape:
         return windows.no_outputs(x, shape, weight, bias), new
@@ -133,10 +184,25 @@ def convolve_transposed(
     part = y
     for dim in new:
         part = part.narrow(dim, surplus[dim], shape[dim])
-    return y if part.shape == y.shape else part.clone(), new  # in memory of its own, as the output of any operation
+    if part.shape == y.shape:
+        return y, new
+    return part.clone(), new  # in memory of its own, as the output of any operation
 
 
-def spread_over(first: int, last: int, stride: int, reach: int, crop: int) -> Interval:
+def middle_output(row: int, stride: int, middle: int) -> int:
+    """The output in the middle of those to which a row contributes."""
+    return row * stride + middle
+
+
+def spread_over(
+    first: int,
+    last: int,
+    stride: int,
+    reach: int,
+    crop: int,
+) -> Interval:
     """The input rows [a, b) that a transposed convolution needs for the outputs [first, last)."""
     first, last = first + crop, last + crop
-    return max(0, min(-((reach - first) // stride), first // stride)), (last - 1) // stride + 1
+    first_that_reaches = -((reach - first) // stride)
+    first_row = max(0, min(first_that_reaches, first // stride))
+    return first_row, (last - 1) // stride + 1

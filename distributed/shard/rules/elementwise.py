@@ -30,29 +30,74 @@ def pointwise_names() -> set[str]:
     for name in torch._C._dispatch_get_all_op_names():  # "aten::add.Tensor"
         library, _, function = name.partition("::")
         function, _, overload = function.partition(".")
-        if library == "aten":
-            tags = getattr(getattr(torch.ops.aten, function), overload or "default").tags
-            pointwise |= {function.removeprefix("special_")} if torch.Tag.pointwise in tags else set()
+        if library != "aten":
+            continue
+        operation = getattr(torch.ops.aten, function)
+        tags = getattr(operation, overload or "default").tags
+        if torch.Tag.pointwise in tags:
+            pointwise.add(function.removeprefix("special_"))
     return pointwise - {"rrelu", "equal", "frexp", "max", "min"}  # random, or not one tensor of the same shape
+
+
+def changes_in_place(func: Callable) -> bool:
+    """Tell whether the name of a function says that it changes its first argument: add_, __iadd__."""
+    name = func.__name__
+    if name.startswith("__i"):
+        return name != "__invert__"
+    return name.endswith("_") and not name.endswith("__")
 
 
 BINARY = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 OPERATORS = [f"__{kind}{name}__" for kind in ("", "r", "i") for name in BINARY]
 NOT_MARKED = (  # other names of marked functions, and functions that copy or fill
-    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__invert__",
-    "absolute", "negative", "subtract", "multiply", "divide", "floor_divide", "isclose", "complex", "polar",
-    "logsigmoid", "softsign", "tanhshrink", "hardswish", "conj", "resolve_conj", "resolve_neg", "real", "imag",
-    "angle", "clone", "detach", "detach_", "alias", "contiguous", "cpu", "cuda", "pin_memory", "zeros_like",
-    "ones_like", "empty_like", "full_like", "zero_", "fill_", "copy_", "masked_fill_", "abs_",
-)  # fmt: skip
+    "__eq__",
+    "__ne__",
+    "__lt__",
+    "__le__",
+    "__gt__",
+    "__ge__",
+    "__invert__",
+    "absolute",
+    "negative",
+    "subtract",
+    "multiply",
+    "divide",
+    "floor_divide",
+    "isclose",
+    "complex",
+    "polar",
+    "logsigmoid",
+    "softsign",
+    "tanhshrink",
+    "hardswish",
+    "conj",
+    "resolve_conj",
+    "resolve_neg",
+    "real",
+    "imag",
+    "angle",
+    "clone",
+    "detach",
+    "detach_",
+    "alias",
+    "contiguous",
+    "cpu",
+    "cuda",
+    "pin_memory",
+    "zeros_like",
+    "ones_like",
+    "empty_like",
+    "full_like",
+    "zero_",
+    "fill_",
+    "copy_",
+    "masked_fill_",
+    "abs_",
+)
 POINTWISE = [func for func in named(*pointwise_names(), *OPERATORS, *NOT_MARKED) if func not in named("where")]
 DROPOUT = set(named("dropout", "dropout_", "alpha_dropout"))
 DRAWING = named("rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_", "uniform_")
-IN_PLACE = {
-    f for f in (*POINTWISE, *DROPOUT, *DRAWING)
-    if (f.__name__.endswith("_") and not f.__name__.endswith("__"))
-    or (f.__name__.startswith("__i") and f.__name__ != "__invert__")
-}  # fmt: skip
+IN_PLACE = {func for func in (*POINTWISE, *DROPOUT, *DRAWING) if changes_in_place(func)}
 CASTS = named("to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool")
 ALONE = 2  # users of the storage of a tensor that has no views: the tensor, and the one who asks
 # Linear functions, f(a + b) = f(a) + f(b), keep a partial tensor partial.
@@ -72,6 +117,7 @@ def where(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
 @rule(*POINTWISE)
 def elementwise(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
     """Combine ShardTensors, plain tensors and numbers with broadcasting; in-place functions too."""
+    # The common case: all operands are numbers, or split in the same way.
     spec = None
     for x in args:
         if type(x) is float or type(x) is int:
@@ -85,27 +131,35 @@ def elementwise(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
         elif isinstance(x, Tensor):
             break
     else:
-        if (
-            spec is not None
-            and (not kwargs or not any(isinstance(x, Tensor) for x in kwargs.values()))
-            and (not spec.partial or (not kwargs and keeps_sums(func, args)))
-        ):
-            out = func(*args, **kwargs)  # the common case: all operands are split in the same way
-            return wrap_result(out, spec) if out is not args[0] else written(out)
+        has_tensor_options = kwargs and any(isinstance(x, Tensor) for x in kwargs.values())
+        if spec is not None and not has_tensor_options:
+            stays_valid = not spec.partial or (not kwargs and keeps_sums(func, args))
+            if stays_valid:
+                out = func(*args, **kwargs)
+                return wrap_result(out, spec) if out is not args[0] else written(out)
     return broadcast(func, args, kwargs)
 
 
 def keeps_sums(func: Callable, args: Sequence[Any]) -> bool:
     """Tell whether func is linear: of one tensor alone, of a tensor and a number, or the sum of two tensors."""
+    if func in LINEAR:
+        return True
     tensors = [isinstance(x, ShardTensor) for x in args]
-    return func in LINEAR or (func in SCALING and tensors == [True, False]) or (func in ADDING and all(tensors))
+    if func in SCALING:
+        return tensors == [True, False]
+    return func in ADDING and all(tensors)
 
 
-def broadcast(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> ShardTensor:
+def broadcast(
+    func: Callable,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> ShardTensor:
     """The general case: reduce partial operands, find the common split, and bring all operands to it."""
     in_place = func in IN_PLACE
     if in_place and not isinstance(args[0], ShardTensor):
-        spec = common_spec([x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)])
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        spec = common_spec(tensors)
         if is_for_all(spec, args):  # running statistics
             return func(*[local(reduced(x)) for x in args], **kwargs)
         adopt(func, args[0], spec)
@@ -114,13 +168,21 @@ def broadcast(func: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Sh
         if row.row_of is None:
             raise no_rule(func, args, kwargs, "in place on a partial tensor")
         return change_row(func, row, args[1:], kwargs)
-    args = list(map(reduced, args))
-    kwargs = {key: reduced(x) for key, x in kwargs.items()}
+    args = [reduced(x) for x in args]
+    kwargs = {name: reduced(x) for name, x in kwargs.items()}
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     spec = args[0].spec if in_place else common_spec(tensors)
-    fit = lambda x: fitted(x, spec) if isinstance(x, Tensor) else x  # noqa: E731
-    out = func(args[0] if in_place else fit(args[0]), *map(fit, args[1:]), **{k: fit(x) for k, x in kwargs.items()})
-    return written(args[0]) if in_place else wrap(out, spec)
+
+    def fit(x: Any) -> Any:
+        return fitted(x, spec) if isinstance(x, Tensor) else x
+
+    first = args[0]
+    own_others = [fit(x) for x in args[1:]]
+    own_kwargs = {name: fit(x) for name, x in kwargs.items()}
+    if in_place:
+        func(first, *own_others, **own_kwargs)
+        return written(first)
+    return wrap(func(fit(first), *own_others, **own_kwargs), spec)
 
 
 def is_for_all(spec: Spec, operands: Sequence[Any]) -> bool:
@@ -134,12 +196,14 @@ def adopt(func: Callable, plain: Tensor, spec: Spec) -> None:
     Models write so: out = torch.zeros(...), then out[...] = part. Each rank keeps its part of what the tensor held.
     Refused for a tensor that has views or a graph, because these would keep the whole.
     """
+    own_spec = spec.with_dims(spec.dims, ())
     users = torch._C._storage_Use_Count(storage_id(plain)) if type(plain) is Tensor else 0
-    if users != ALONE or plain.requires_grad or plain.shape != spec.shape or torch.compiler.is_compiling():
+    is_free = users == ALONE and not plain.requires_grad
+    if not is_free or plain.shape != spec.shape or torch.compiler.is_compiling():
         raise no_rule(func, (wrap(plain, spec),), {}, "a plain tensor cannot take the values of a split one")
-    plain.data = part_of(plain, spec.with_dims(spec.dims, ())).clone()
+    plain.data = part_of(plain, own_spec).clone()
     plain.__class__ = ShardTensor
-    plain.spec = spec.with_dims(spec.dims, ())
+    plain.spec = own_spec
 
 
 @rule(*CASTS)
@@ -166,13 +230,16 @@ def own_stream(spec: Spec, device: torch.device) -> contextlib.AbstractContextMa
 @rule(*DROPOUT, *DRAWING)
 def drawn(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
     """Draw this rank's part, with parameters that are numbers."""
-    drops = {**dict(zip(("p", "training", "inplace"), args, strict=False)), **kwargs}
-    if func in DROPOUT and not (drops.get("p", 0.5) and drops.get("training", True) and drops.get("train", True)):
+    settings = {**dict(zip(("p", "training", "inplace"), args, strict=False)), **kwargs}
+    drops = settings.get("p", 0.5) and settings.get("training", True) and settings.get("train", True)
+    if func in DROPOUT and not drops:
         out = func(x, *args, **kwargs)
         return wrap(out, x.spec) if out is not x else x
-    if kwargs.get("generator") is not None or any(isinstance(a, Tensor) for a in args):
+    has_tensors = any(isinstance(a, Tensor) for a in args)
+    if has_tensors or kwargs.get("generator") is not None:
         raise no_rule(func, (x, *args), kwargs, "with a generator, or a tensor of parameters")
-    if x.spec.partial and (func in IN_PLACE or kwargs.get("inplace") or args[2:] == (True,)):
+    in_place = func in IN_PLACE or kwargs.get("inplace") or args[2:] == (True,)
+    if in_place and x.spec.partial:
         raise no_rule(func, (x, *args), kwargs, "in place on a partial tensor")
     x = reduced(x)
     with own_stream(x.spec, x.device):

@@ -25,7 +25,8 @@ def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
     """
     if not isinstance(x, ShardTensor):
         return rows_of_plain(func, x, index)
-    if (mask := mask_of(x, index)) is not None:
+    mask = mask_of(x, index)
+    if mask is not None:
         return masked(func, x, mask)
     x, index = _flatten_masks(x, index)
     items = index_items(func, x, index)
@@ -34,9 +35,11 @@ def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
     spec, local_index = locate(func, x, items)
     is_row = spec.partial != x.spec.partial
     if is_row and x.dtype == torch.bool:  # a partial tensor is a sum, which bool does not have
-        return dispatch(Tensor.bool, getitem(func, dispatch(Tensor.to, x, torch.uint8), index))
+        numbers = dispatch(Tensor.to, x, torch.uint8)
+        return dispatch(Tensor.bool, getitem(func, numbers, index))
     is_elsewhere = local_index is None
-    selected = wrap(no_outputs(local(x), spec.local_shape) if is_elsewhere else x[local_index], spec)
+    part = no_outputs(local(x), spec.local_shape) if is_elsewhere else x[local_index]
+    selected = wrap(part, spec)
     is_view = not any(isinstance(item, Tensor) for item in items)
     if is_row and is_view and not torch.compiler.is_compiling():
         selected.row_of = x
@@ -81,12 +84,15 @@ def locate(
     items: Sequence[Any],
 ) -> tuple[Spec, tuple | None]:
     """(spec of the selection, index into this rank's part; None if another rank holds the selected row)."""
-    spec, partial = x.spec, list(x.spec.partial)
-    dims: list[Axes] = []
+    spec = x.spec
+    partial = list(spec.partial)
+    dims: list[Axes] = []  # of the selection
     local_index: list[Any] = []
-    owned, dim = True, 0
-    shapes: list[torch.Size] = []
-    places, at = [], 0  # of index tensors: their dimensions replace the first indexed one
+    is_here = True
+    dim = 0  # of x, at which the item stands
+    shapes: list[torch.Size] = []  # of index tensors, whose dimensions replace the first indexed one
+    places: list[int] = []  # of index tensors, in the selection
+    at = 0  # where their dimensions go
     for item in items:
         if item is None:
             dims.append(())
@@ -96,7 +102,8 @@ def locate(
         elif isinstance(item, Tensor):
             if spec.is_split(dim):
                 raise no_rule(func, (x,), {}, f"a tensor of indices, and dimension {dim} is split")
-            at = at if shapes else len(dims)
+            if not shapes:
+                at = len(dims)
             shapes.append(item.shape)
             places.append(sum(not isinstance(i, int) for i in local_index))
         else:
@@ -105,83 +112,111 @@ def locate(
                 raise IndexError(f"index {item} is out of bounds for dimension {dim} with size {size}")
             partial += over(spec.dims[dim])
             place = _place(spec, dim, item % size)
-            owned, item = owned and place is not None, place or 0
+            is_here = is_here and place is not None
+            item = place or 0
         local_index.append(item)
         dim += item is not None
     if shapes:
-        at = at if places[-1] - places[0] < len(places) else 0  # in front, if index tensors are not adjacent
+        are_adjacent = places[-1] - places[0] < len(places)
+        if not are_adjacent:
+            at = 0
         dims[at:at] = [whole(n) for n in torch.broadcast_shapes(*shapes)]
-    return spec.with_dims(dims, tuple(sorted(partial))), tuple(local_index) if owned else None
+    selection = spec.with_dims(dims, tuple(sorted(partial)))
+    return selection, tuple(local_index) if is_here else None
 
 
 def index_items(func: Callable, x: ShardTensor, index: Any) -> list[Any]:
     """A slice, a number or an index tensor for each dimension of x, and None for each new dimension."""
     items = list(index) if isinstance(index, tuple) else [index]
     for i, item in enumerate(items):
-        if isinstance(item, list | range):
-            items[i] = item = torch.as_tensor(list(item))
-        if isinstance(item, ShardTensor):
-            if item.spec.split_dims:
-                raise no_rule(func, (x, item), {}, "indices that are split; take their full_tensor()")
-            items[i] = item = local(reduced(item))
-        if isinstance(item, Tensor) and item.dtype == torch.bool and item.dim() == 1:
-            items[i] = item = item.nonzero().squeeze(1)
-        if isinstance(item, bool) or (isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)):
-            raise no_rule(func, (x,), {}, "the number of elements that a mask selects is not known")
-        if isinstance(item, Tensor) and item.dim() > 0:
-            items[i] = item.to(x.device)
-        elif item is not None and item is not Ellipsis and not isinstance(item, int | slice):
-            items[i] = item.__index__()
-    missing = len(x.spec.dims) - sum(item is not None and item is not Ellipsis for item in items)
+        items[i] = _index_item(func, x, item)
+    count = len(x.spec.dims)
+    missing = count - sum(item is not None and item is not Ellipsis for item in items)
     if missing < 0:
-        raise IndexError(f"too many indices for tensor of dimension {len(x.spec.dims)}")
+        raise IndexError(f"too many indices for tensor of dimension {count}")
+    # Slices of all rows stand in the place of an Ellipsis, or at the end.
     at = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
     return [*items[:at], *[slice(None)] * missing, *items[at + 1 :]]
+
+
+def _index_item(func, x, item):
+    """An item of an index as a slice, a number, a plain index tensor, None or Ellipsis."""
+    if isinstance(item, list | range):
+        item = torch.as_tensor(list(item))
+    if isinstance(item, ShardTensor):
+        if item.spec.split_dims:
+            raise no_rule(func, (x, item), {}, "indices that are split; take their full_tensor()")
+        item = local(reduced(item))
+    is_tensor = isinstance(item, Tensor)
+    if is_tensor and item.dtype == torch.bool and item.dim() == 1:
+        item = item.nonzero().squeeze(1)
+    is_mask = is_tensor and item.dtype in (torch.bool, torch.uint8)
+    if is_mask or isinstance(item, bool):
+        raise no_rule(func, (x,), {}, "the number of elements that a mask selects is not known")
+    if is_tensor and item.dim() > 0:
+        return item.to(x.device)
+    if item is None or item is Ellipsis or isinstance(item, int | slice):
+        return item
+    return item.__index__()
 
 
 def _sliced(func, x, dim, item):
     """(axes of the result, slice of the local tensor) for a slice of a dimension."""
     spec = x.spec
+    axes = spec.dims[dim]
+    length = spec.shape[dim]
     if item == slice(None):
-        return spec.dims[dim], item
-    start, stop, step = item.indices(spec.shape[dim])
+        return axes, item
+    start, stop, step = item.indices(length)
     if step < 1:
         raise ValueError("step must be greater than zero")
     size = len(range(start, stop, step))
-    if size == spec.shape[dim]:
-        return spec.dims[dim], slice(None)
+    if size == length:
+        return axes, slice(None)
     if not spec.is_split(dim):
         return whole(size), slice(start, stop, step)
-    ahead, first = spec.dims[dim][0].ahead, spec.is_first(spec.dims[dim])
+
+    # Elements ahead of a product of axes: the first rank holds them.
+    ahead = axes[0].ahead
+    is_first = spec.is_first(axes)
     if ahead and stop <= ahead:
-        return ahead_of(spec.dims[dim], size), slice(start, stop, step) if first else slice(0, 0)
-    if start <= ahead and stop == spec.shape[dim] and step == 1 and ahead:
-        left = spec.dims[dim][0]._replace(ahead=ahead - start)
-        return (left, *spec.dims[dim][1:]), slice(start if first else 0, None)
+        return ahead_of(axes, size), slice(start, stop, step) if is_first else slice(0, 0)
+    if ahead and start <= ahead and stop == length and step == 1:
+        left = axes[0]._replace(ahead=ahead - start)
+        return (left, *axes[1:]), slice(start if is_first else 0, None)
+
+    # One axis: each rank takes what lies in its piece.
     old, group = spec.split(dim)
-    sizes, pieces = [], []
+    sizes = []
+    pieces = []
     for begin, end in bounds(old):
-        first = start if start >= begin else begin + (start - begin) % step  # the first selected row of the piece
+        # The first selected row of the piece.
+        first = start if start >= begin else begin + (start - begin) % step
         last = min(stop, end)
         sizes.append(len(range(first, last, step)))
         pieces.append(slice(first - begin, max(last, first) - begin, step))
-    return (Axis(size, spec.dims[dim][0].mesh_dim, tuple(sizes)),), pieces[group.rank]
+    axis = Axis(size, axes[0].mesh_dim, tuple(sizes))
+    return (axis,), pieces[group.rank]
 
 
 def _place(spec, dim, index):
     """The position of a global index in this rank's piece of a dimension; None if another rank holds it."""
-    ahead, first = (spec.dims[dim][0].ahead, spec.is_first(spec.dims[dim])) if spec.dims[dim] else (0, True)
+    axes = spec.dims[dim]
+    ahead = axes[0].ahead if axes else 0
+    is_first = not axes or spec.is_first(axes)
     if index < ahead:
-        return index if first else None
-    index, place, inner = index - ahead, 0, spec.shape[dim] - ahead
-    for axis in spec.dims[dim]:
+        return index if is_first else None
+    index -= ahead
+    place = 0
+    inner = spec.shape[dim] - ahead  # elements of the axes inside of this one
+    for axis in axes:
         inner //= axis.size
         at = index // inner % axis.size - spec.offset(axis)
         (size,) = spec.local_axes((axis,))
         if not 0 <= at < size:
             return None
         place = place * size + at
-    return place + ahead if first else place
+    return place + ahead if is_first else place
 
 
 def at(x: ShardTensor, dim: int, item: Any) -> tuple:
@@ -190,11 +225,19 @@ def at(x: ShardTensor, dim: int, item: Any) -> tuple:
 
 
 @rule(*named("narrow"))
-def narrow(func: Callable, input: ShardTensor, dim: int, start: Any, length: int) -> ShardTensor:
+def narrow(
+    func: Callable,
+    input: ShardTensor,
+    dim: int,
+    start: Any,
+    length: int,
+) -> ShardTensor:
     """A slice of rows. start may be a tensor with one number."""
     dim = dim % len(input.spec.dims)
-    size, start = input.spec.shape[dim], int(start)
-    start = start + size if start < 0 else start
+    size = input.spec.shape[dim]
+    start = int(start)
+    if start < 0:
+        start += size
     if not 0 <= start <= start + length <= size:
         raise RuntimeError(f"narrow: rows {start} to {start + length} of {size}")
     return getitem(func, input, at(input, dim, slice(start, start + length)))
@@ -203,24 +246,38 @@ def narrow(func: Callable, input: ShardTensor, dim: int, start: Any, length: int
 @rule(*named("unbind"))
 def unbind(func: Callable, input: ShardTensor, dim: int = 0) -> tuple[ShardTensor, ...]:
     """All rows, each without its dimension. Rows of a split dimension are partial tensors."""
-    spec, dim = input.spec, dim % len(input.spec.dims)
+    spec = input.spec
+    dim = dim % len(spec.dims)
     if spec.is_split(dim):
-        return tuple([getitem(func, input, at(input, dim, i)) for i in range(spec.shape[dim])])
-    left = spec.derived(("unbind", dim), lambda: spec.with_dims([*spec.dims[:dim], *spec.dims[dim + 1 :]]))
+        rows = range(spec.shape[dim])
+        return tuple([getitem(func, input, at(input, dim, i)) for i in rows])
+
+    def without_dim() -> Spec:
+        return spec.with_dims([*spec.dims[:dim], *spec.dims[dim + 1 :]])
+
+    left = spec.derived(("unbind", dim), without_dim)
     return tuple([wrap(part, left) for part in input.unbind(dim)])
 
 
 @rule(*named("split", "split_with_sizes"))
-def split(func: Callable, tensor: ShardTensor, *args: Any, dim: int = 0, **named_sizes: Any) -> tuple[ShardTensor, ...]:
+def split(
+    func: Callable,
+    tensor: ShardTensor,
+    *args: Any,
+    dim: int = 0,
+    **named_sizes: Any,
+) -> tuple[ShardTensor, ...]:
     """Split into pieces. Along a split dimension each rank holds its own part of every piece."""
     sizes, dim = (*args, *named_sizes.values(), dim)[:2]
     dim = dim % len(tensor.spec.dims)
     size = tensor.spec.shape[dim]
     if isinstance(sizes, int):
-        sizes = [min(sizes, size - i) for i in range(0, size, sizes)] or [0]
+        each = sizes
+        sizes = [min(each, size - first) for first in range(0, size, each)] or [0]
     if sum(sizes) != size:
         raise RuntimeError(f"split: sizes {list(sizes)} do not make up dimension {dim} of {size}")
-    return tensor_split(func, tensor, list(accumulate(sizes))[:-1], dim)
+    cuts = list(accumulate(sizes))[:-1]
+    return tensor_split(func, tensor, cuts, dim)
 
 
 @rule(*named("tensor_split"))
@@ -229,15 +286,37 @@ def tensor_split(
 ) -> tuple[ShardTensor, ...]:
     """Split into pieces as even as possible, or at given rows."""
     cuts, dim = (*args, *named_cuts.values(), dim)[:2]
-    size, dim = input.spec.shape[dim], dim % len(input.spec.dims)
-    ends = [0, *accumulate(shard_sizes(size, cuts))] if isinstance(cuts, int) else [0, *cuts, size]
-    return tuple([getitem(func, input, at(input, dim, slice(*pair))) for pair in pairwise(ends)])
+    size = input.spec.shape[dim]
+    dim = dim % len(input.spec.dims)
+    if isinstance(cuts, int):  # a number of pieces
+        *cuts, _ = accumulate(shard_sizes(size, cuts))
+    ends = [0, *cuts, size]
+    pieces = []
+    for first, last in pairwise(ends):
+        pieces.append(getitem(func, input, at(input, dim, slice(first, last))))
+    return tuple(pieces)
 
 
-rule(*named("select"))(lambda func, input, dim, index: getitem(func, input, at(input, dim, int(index))))
-rule(*named("index_select"))(lambda func, input, dim, index: getitem(func, input, at(input, dim, index.reshape(-1))))
-rule(*named("chunk"))(
-    lambda func, input, chunks, dim=0: split(
-        func, input, -(-n // chunks) if (n := input.spec.shape[dim]) else [0] * chunks, dim
-    )
-)
+@rule(*named("select"))
+def select(func: Callable, input: ShardTensor, dim: int, index: Any) -> ShardTensor:
+    """One row, without its dimension."""
+    return getitem(func, input, at(input, dim, int(index)))
+
+
+@rule(*named("index_select"))
+def index_select(func: Callable, input: ShardTensor, dim: int, index: Tensor) -> ShardTensor:
+    """Some rows, by their indices."""
+    return getitem(func, input, at(input, dim, index.reshape(-1)))
+
+
+@rule(*named("chunk"))
+def chunk(
+    func: Callable,
+    input: ShardTensor,
+    chunks: int,
+    dim: int = 0,
+) -> tuple[ShardTensor, ...]:
+    """Split into pieces of one size, of which the last may be shorter."""
+    size = input.spec.shape[dim]
+    sizes = -(-size // chunks) if size else [0] * chunks
+    return split(func, input, sizes, dim)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed.halo import Fetch, bounds
+from distributed.halo import HaloExchange, bounds
 from distributed.shard.operands import fitted, global_shape, joint_axes, reduced
 from distributed.shard.rules.reductions import dims_of
 from distributed.shard.rules.views import numbers
@@ -18,8 +18,10 @@ from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rul
 @rule(*named("stack"))
 def stack(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
     """Stack along a new whole dimension, after bringing the tensors to one split."""
-    one = [dispatch(torch.unsqueeze, x, dim) if isinstance(x, ShardTensor) else x.unsqueeze(dim) for x in tensors]
-    return cat(func, one, dim)
+    rows = []
+    for x in tensors:
+        rows.append(dispatch(torch.unsqueeze, x, dim) if isinstance(x, ShardTensor) else x.unsqueeze(dim))
+    return cat(func, rows, dim)
 
 
 @rule(*named("cat", "concat", "concatenate"))
@@ -28,43 +30,61 @@ def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
     tensors = [x for x in tensors if tuple(global_shape(x)) != (0,)]  # torch skips such empty tensors too
     partial = {x.spec.partial if isinstance(x, ShardTensor) else None for x in tensors}
     if len(partial) > 1:  # not all are partial in the same way
-        tensors = list(map(reduced, tensors))
+        tensors = [reduced(x) for x in tensors]
     parts = [x for x in tensors if isinstance(x, ShardTensor)]
     (dim,) = dims_of(parts[0].spec, dim)
     shapes = [tuple(global_shape(x)) for x in tensors]
     rest = [shape[:dim] + shape[dim + 1 :] for shape in shapes]
     if any(shape != rest[0] for shape in rest):
         raise RuntimeError(f"cat: sizes differ in other dimensions than {dim}: {shapes}")
-    cut, counts = [x for x in parts if x.spec.is_split(dim)], [shape[dim] for shape in shapes]
+    counts = [shape[dim] for shape in shapes]
+    total = sum(counts)
+
+    # The split of the other dimensions: of a tensor that is split along dim, where there is one.
+    cut = [x for x in parts if x.spec.is_split(dim)]
     specs = [x.spec for x in (*cut[:1], *parts)]
-    others = joint_axes([(s, range(len(s.dims))) for s in specs], dict(enumerate(specs[0].shape)), set())
+    labelled = [(spec, range(len(spec.dims))) for spec in specs]
+    others = joint_axes(labelled, dict(enumerate(specs[0].shape)), set())
     base = specs[0].with_dims(others.values())
+
+    # The axes of dim of each tensor where it lies in the result, and those of the result.
     axes = cut[-1].spec.dims[dim] if cut else ()
     if not cut:
-        pieces, joined = [whole(n) for n in counts], whole(sum(counts))
+        pieces = [whole(n) for n in counts]
+        joined = whole(total)
     elif len(axes) > 1:
         # Class tokens ahead of the tokens of tiles: the rank with the first of these holds them. For plain class tokens
         # nothing is communicated.
         if tensors[-1] is not cut[-1]:
             raise no_rule(func, tensors, {}, f"rows behind those of dimension {dim}, which is not in one piece")
-        pieces = [*(ahead_of(axes, n) for n in counts[:-1]), axes]
-        joined = (axes[0]._replace(ahead=axes[0].ahead + sum(counts[:-1])), *axes[1:])
+        in_front = counts[:-1]
+        pieces = [*(ahead_of(axes, n) for n in in_front), axes]
+        first = axes[0]._replace(ahead=axes[0].ahead + sum(in_front))
+        joined = (first, *axes[1:])
     else:
-        for x in cut:
-            x.spec.split(dim)  # or CannotSplit
+        for part in cut:
+            part.spec.split(dim)  # or CannotSplit
         mesh_dim = cut[0].spec.dims[dim][0].mesh_dim
         sizes = _new_sizes(tensors, counts, dim, mesh_dim, base.mesh.groups[mesh_dim])
-        pieces = [_piece(n, end - n, mesh_dim, sizes) for n, end in zip(counts, accumulate(counts), strict=True)]
-        joined = (Axis(sum(counts), mesh_dim, sizes),)
-    in_place = [fitted(x, base.with_axes(dim, axes)) for x, axes in zip(tensors, pieces, strict=True)]
+        pieces = []
+        for n, end in zip(counts, accumulate(counts), strict=True):
+            pieces.append(_piece(n, end - n, mesh_dim, sizes))
+        joined = (Axis(total, mesh_dim, sizes),)
+
+    in_place = []
+    for x, piece in zip(tensors, pieces, strict=True):
+        in_place.append(fitted(x, base.with_axes(dim, piece)))
     return wrap(torch.cat(in_place, dim), base.with_axes(dim, joined))
 
 
 def _piece(count, start, mesh_dim, sizes):
     """The axes of `count` rows that begin at row `start` of a dimension with pieces of these sizes."""
     end = start + count
-    held = tuple([max(0, min(last, end) - max(first, start)) for first, last in bounds(sizes)])
-    return (Axis(count, mesh_dim, held),)
+    held = []
+    for first, last in bounds(sizes):
+        overlap = min(last, end) - max(first, start)
+        held.append(max(0, overlap))
+    return (Axis(count, mesh_dim, tuple(held)),)
 
 
 def _new_sizes(tensors, counts, dim, mesh_dim, group):
@@ -84,72 +104,98 @@ def _new_sizes(tensors, counts, dim, mesh_dim, group):
 def flip(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> ShardTensor:
     """Reverse dimensions, given as numbers or as one tuple. Ranks of a split one send their piece to the opposite."""
     dims = numbers(dims, keywords)
-    spec, part = input.spec, local(input)
+    spec = input.spec
+    part = local(input)
     for dim in dims_of(spec, dims) if dims else ():
-        if (split := spec.split(dim)) is not None:
-            sizes, group = split
-            spec = spec.resized({dim: sizes[::-1]})
-            part = Fetch(part, dim, sizes, bounds(sizes)[::-1], group).rows()
+        split = spec.split(dim)
+        if split is None:
+            continue
+        sizes, group = split
+        spec = spec.resized({dim: sizes[::-1]})
+        opposite = bounds(sizes)[::-1]
+        part = HaloExchange(part, dim, sizes, opposite, group).rows()
     return wrap(part.flip(dims), spec)
 
 
 @rule(*named("roll"))
 def roll(
-    func: Callable, input: ShardTensor, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None
+    func: Callable,
+    input: ShardTensor,
+    shifts: int | Sequence[int],
+    dims: int | Sequence[int] | None = None,
 ) -> ShardTensor:
     """Shift rows cyclically along dims; without dims, elements of the flattened tensor."""
     if dims is None or dims == ():
         flat = dispatch(torch.flatten, input)
         return dispatch(torch.reshape, roll(func, flat, shifts, 0), input.spec.shape)
-    spec, part = input.spec, local(input)
+    spec = input.spec
+    part = local(input)
     shifts = (shifts,) if isinstance(shifts, int) else shifts
     for shift, dim in zip(shifts, dims_of(spec, dims), strict=True):
-        if (split := spec.split(dim)) is None:
+        split = spec.split(dim)
+        length = spec.shape[dim]
+        if split is None:
             part = part.roll(shift, dim)
-        elif spec.shape[dim]:
+        elif length:
             sizes, group = split
-            shift %= spec.shape[dim]
+            shift %= length
             rows = [(first - shift, last - shift) for first, last in bounds(sizes)]
-            coming = Fetch(part, dim, sizes, rows, group, periodic=True)
-            part = coming.rows() if coming.joined else part.clone()
+            pending = HaloExchange(part, dim, sizes, rows, group, periodic=True)
+            part = pending.rows() if pending.joined else part.clone()
     return wrap(part, spec)
 
 
 @rule(*named("repeat", "tile"))
 def repeat(func: Callable, input: ShardTensor, *repeats: Any, **keywords: Any) -> ShardTensor:
     """Repeat along whole and split dimensions: every rank repeats its piece."""
-    repeats, count = numbers(repeats, keywords), len(input.spec.dims)
+    repeats = numbers(repeats, keywords)
+    count = len(input.spec.dims)
     if len(repeats) < count:
         if func.__name__ == "repeat":
             raise RuntimeError("Number of dimensions of repeat dims can not be smaller than number of dimensions")
         repeats = (*[1] * (count - len(repeats)), *repeats)
-    ahead = len(repeats) - count
-    if any(axes and axes[0].ahead and n > 1 for axes, n in zip(input.spec.dims, repeats[ahead:], strict=True)):
-        raise no_rule(func, (input,), {}, "of class tokens and tiles")
-    dims = [merged((Axis(n), *(input.spec.dims[d - ahead] if d >= ahead else ()))) for d, n in enumerate(repeats)]
+    new_dims = len(repeats) - count
+    dims = [whole(n) for n in repeats[:new_dims]]
+    for axes, n in zip(input.spec.dims, repeats[new_dims:], strict=True):
+        if n > 1 and axes and axes[0].ahead:
+            raise no_rule(func, (input,), {}, "of class tokens and tiles")
+        dims.append(merged((Axis(n), *axes)))
     return wrap(input.repeat(*repeats), input.spec.with_dims(dims))
 
 
 @rule(*named("repeat_interleave"))
 def repeat_interleave(
-    func: Callable, input: ShardTensor, repeats: int, dim: int | None = None, *, output_size: int | None = None
+    func: Callable,
+    input: ShardTensor,
+    repeats: int,
+    dim: int | None = None,
+    *,
+    output_size: int | None = None,
 ) -> ShardTensor:
     """Repeat every row `repeats` times."""
     if not isinstance(repeats, int):
         raise no_rule(func, (input,), {}, "a number of repetitions for each row")
     if dim is None:
-        input, dim = dispatch(torch.flatten, input), 0
-    spec, dim = input.spec, dim % len(input.spec.dims)
-    if spec.dims[dim] and spec.dims[dim][0].ahead:
+        input = dispatch(torch.flatten, input)
+        dim = 0
+    spec = input.spec
+    dim = dim % len(spec.dims)
+    axes = spec.dims[dim]
+    if axes and axes[0].ahead:
         raise no_rule(func, (input,), {}, "of class tokens and tiles")
-    return wrap(input.repeat_interleave(repeats, dim), spec.with_axes(dim, merged((*spec.dims[dim], Axis(repeats)))))
+    repeated = merged((*axes, Axis(repeats)))
+    return wrap(input.repeat_interleave(repeats, dim), spec.with_axes(dim, repeated))
 
 
 @rule(*named("tril", "triu"))
 def triangle(func: Callable, input: ShardTensor, diagonal: int = 0) -> ShardTensor:
     """Lower or upper triangle of the whole matrix, whose rows and columns may be split."""
     spec = input.spec
-    if any(len(axes) > 1 and over(axes) for axes in spec.dims[-2:]):
-        raise no_rule(func, (input,), {}, "rows or columns are not in one piece")
-    row, column = (sum(spec.offset(axis) for axis in axes) for axes in spec.dims[-2:])
-    return wrap((torch.tril if func.__name__ == "tril" else torch.triu)(input, diagonal + row - column), spec)
+    rows, columns = spec.dims[-2:]
+    for axes in (rows, columns):
+        if len(axes) > 1 and over(axes):
+            raise no_rule(func, (input,), {}, "rows or columns are not in one piece")
+    first_row = sum(spec.offset(axis) for axis in rows)
+    first_column = sum(spec.offset(axis) for axis in columns)
+    plain = torch.tril if func.__name__ == "tril" else torch.triu
+    return wrap(plain(input, diagonal + first_row - first_column), spec)

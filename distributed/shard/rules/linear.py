@@ -22,35 +22,52 @@ LEAST_OF_A_PART = 4  # a sum that has a quarter of the elements of a rank's part
 
 
 def contracted(
-    compute: Callable[..., Tensor], operands: Sequence[Tensor], labels: Sequence[Sequence[str]], result: Sequence[str],
+    compute: Callable[..., Tensor],
+    operands: Sequence[Tensor],
+    labels: Sequence[Sequence[str]],
+    result: Sequence[str],
     bias: Tensor | None = None,
-) -> ShardTensor:  # fmt: skip
+) -> ShardTensor:
     """compute(*local operands) as a ShardTensor, for a function that is linear in each of its operands.
 
     labels: one label for each dimension of each operand; equal labels mean the same dimension, and size 1 broadcasts.
     result: labels of the result. bias: a plain tensor over its last dimension, passed as one more argument.
     """
+    # A product of two sums is not the sum of the products: only one operand may be partial.
     if sum(isinstance(x, ShardTensor) for x in operands) > 1:
-        operands = list(map(reduced, operands))
+        operands = [reduced(x) for x in operands]
     parts = [(x.spec, names) for x, names in zip(operands, labels, strict=True) if isinstance(x, ShardTensor)]
-    sizes = common_sizes(operands, labels)
-    mesh, partial = parts[0][0].mesh, parts[0][0].partial
-    axes = joint_axes(parts, sizes, set(partial))
+    first_spec, _ = parts[0]
+    mesh = first_spec.mesh
+    partial = first_spec.partial
+
+    # The split of each label, and of the result: partial over what splits the labels that it does not have.
+    axes = joint_axes(parts, common_sizes(operands, labels), set(partial))
     summed = over(*[a for name, a in axes.items() if name not in result])
-    out = Spec(mesh, tuple([axes[name] for name in result]), tuple(sorted(summed.union(partial))))
-    wanted = [out.with_dims([axes[name] for name in names]) for names in labels]
-    fitting = [fitted(x, spec, out) for x, spec in zip(operands, wanted, strict=True)]
+    out_partial = tuple(sorted(summed.union(partial)))
+    out = Spec(mesh, tuple([axes[name] for name in result]), out_partial)
+
+    # Bring the operands to it.
+    arguments = []
+    for x, names in zip(operands, labels, strict=True):
+        wanted = out.with_dims([axes[name] for name in names])
+        arguments.append(fitted(x, wanted, out))
     if bias is not None:
-        fitting.append(own_bias(bias, out))
-    product = wrap(compute(*fitting), out)
+        arguments.append(own_bias(bias, out))
+    product = wrap(compute(*arguments), out)
+
     # All ranks decide alike, by sizes of whole tensors: of those that are split, and not of tables beside them, which
     # may be larger (Legendre polynomials of all orders). A transform may leave out the higher degrees.
-    split_sizes = [spec.shape.numel() for spec, _ in parts]
-    is_large = len(result) > 3 and LEAST_OF_A_PART * out.shape.numel() * mesh.joint.size >= max(split_sizes)
+    largest = max([spec.shape.numel() for spec, _ in parts])
+    is_of_images = len(result) > 3
+    is_large = is_of_images and LEAST_OF_A_PART * out.shape.numel() * mesh.joint.size >= largest
     return split_again(product) if summed and is_large else product
 
 
-def common_sizes(operands: Sequence[Tensor], labels: Sequence[Sequence[str]]) -> dict[str, int]:
+def common_sizes(
+    operands: Sequence[Tensor],
+    labels: Sequence[Sequence[str]],
+) -> dict[str, int]:
     """The size of each label."""
     sizes: dict[str, int] = {}
     for x, names in zip(operands, labels, strict=True):
@@ -73,23 +90,33 @@ def own_bias(bias: Tensor, out: Spec) -> Tensor:
 
 
 @rule(F.linear)
-def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = None) -> ShardTensor:
+def linear(
+    func: Callable,
+    input: Any,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> ShardTensor:
     """(..., D) x (E, D) -> (..., E). If D is split, the result is partial."""
     has_split_bias = type(bias) not in NEVER_SPLIT and isinstance(bias, ShardTensor)
     if has_split_bias or weight.dim() != 2:
         raise no_rule(func, (input, weight, bias), {}, "the bias must be a plain tensor, the weight a matrix")
     out = None
     if type(weight) is not ShardTensor:
-        spec, features = input.spec, weight.shape[0]
-        out = spec.derived(
-            ("linear", features),
-            lambda: None if spec.is_split(-1) else spec.with_dims((*spec.dims[:-1], whole(features))),
-        )
+        spec = input.spec
+        features = weight.shape[0]
+
+        def of_whole_rows() -> Spec | None:
+            if spec.is_split(-1):
+                return None
+            return spec.with_dims((*spec.dims[:-1], whole(features)))
+
+        out = spec.derived(("linear", features), of_whole_rows)
     if out is None:
-        rows = [f"b{i}" for i in range(input.dim() - 1)]
-        return contracted(F.linear, (input, weight), ([*rows, "d"], ["e", "d"]), [*rows, "e"], bias)
+        batch = [f"b{i}" for i in range(input.dim() - 1)]
+        return contracted(F.linear, (input, weight), ([*batch, "d"], ["e", "d"]), [*batch, "e"], bias)
     if out.copies > 1 or out.partial:
-        weight, bias = shared(weight, out), None if bias is None else own_bias(bias, out)
+        weight = shared(weight, out)
+        bias = None if bias is None else own_bias(bias, out)
     return wrap_result(F.linear(input, weight, bias), out)
 
 
@@ -98,21 +125,40 @@ def matmul(func: Callable, input: Tensor, other: Tensor) -> ShardTensor:
     """(..., N, D) x (..., D, M) -> (..., N, M) with broadcast batches; vectors as in torch."""
     if func.__name__ == "__rmatmul__":
         input, other = other, input
-    rows, columns = input.dim() > 1, other.dim() > 1
-    first = [*_batch(input), "n", "d"] if rows else ["d"]
-    second = [*_batch(other), "d", "m"] if columns else ["d"]
-    ahead = _batch(input if input.dim() > other.dim() else other)
-    result = [*ahead, *["n"] * rows, *["m"] * columns]
+    has_rows = input.dim() > 1
+    has_columns = other.dim() > 1
+    first = [*_batch(input), "n", "d"] if has_rows else ["d"]
+    second = [*_batch(other), "d", "m"] if has_columns else ["d"]
+    result = _batch(input if input.dim() > other.dim() else other)
+    if has_rows:
+        result.append("n")
+    if has_columns:
+        result.append("m")
     return contracted(torch.matmul, (input, other), (first, second), result)
 
 
 @rule(torch.cdist)
-def distances(func: Callable, x1: Tensor, x2: Tensor, p: float = 2.0, *args: Any, **kwargs: Any) -> ShardTensor:
+def distances(
+    func: Callable,
+    x1: Tensor,
+    x2: Tensor,
+    p: float = 2.0,
+    *args: Any,
+    **kwargs: Any,
+) -> ShardTensor:
     """Distances of all pairs: (..., N, D) x (..., M, D) -> (..., N, M), where D is made whole."""
-    x1, x2 = (made_whole(x, (x.dim() - 1,)) if isinstance(x, ShardTensor) else x for x in (x1, x2))
-    first, second = [*_batch(x1), "n", "d"], [*_batch(x2), "m", "d"]
-    ahead = _batch(x1 if x1.dim() > x2.dim() else x2)
-    return contracted(lambda a, b: torch.cdist(a, b, p, *args, **kwargs), (x1, x2), (first, second), [*ahead, "n", "m"])
+
+    def with_whole_features(x: Tensor) -> Tensor:
+        return made_whole(x, (x.dim() - 1,)) if isinstance(x, ShardTensor) else x
+
+    def compute(a: Tensor, b: Tensor) -> Tensor:
+        return torch.cdist(a, b, p, *args, **kwargs)
+
+    x1 = with_whole_features(x1)
+    x2 = with_whole_features(x2)
+    labels = [*_batch(x1), "n", "d"], [*_batch(x2), "m", "d"]
+    batch = _batch(x1 if x1.dim() > x2.dim() else x2)
+    return contracted(compute, (x1, x2), labels, [*batch, "n", "m"])
 
 
 def _batch(x):
@@ -122,14 +168,23 @@ def _batch(x):
 
 @rule(*named("addmm", "baddbmm", "addmv"))
 def add_product(
-    func: Callable, input: Tensor, first: Tensor, second: Tensor, *, beta: float = 1, alpha: float = 1
+    func: Callable,
+    input: Tensor,
+    first: Tensor,
+    second: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
 ) -> ShardTensor:
     """The result of beta * input + alpha * first @ second."""
     if not isinstance(first, ShardTensor) and not isinstance(second, ShardTensor):
         raise no_rule(func, (input, first, second), {}, "a product of plain tensors")
     product = matmul(torch.matmul, first, second)
-    product = product if alpha == 1 else dispatch(torch.mul, product, alpha)
-    return dispatch(torch.add, product, input, **({} if beta == 1 else {"alpha": beta}))
+    if alpha != 1:
+        product = dispatch(torch.mul, product, alpha)
+    if beta == 1:
+        return dispatch(torch.add, product, input)
+    return dispatch(torch.add, product, input, alpha=beta)
 
 
 rule(*named("outer", "ger"))(
@@ -140,21 +195,30 @@ rule(*named("outer", "ger"))(
 @rule(torch.einsum)
 def einsum(func: Callable, equation: str, *operands: Any) -> ShardTensor:
     """Contract by an equation in which no operand repeats a letter."""
-    operands = tuple(operands[0]) if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
     if not isinstance(equation, str):
         raise no_rule(func, operands, {}, "give the equation as a string")
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     if len(terms) != len(operands):
         raise RuntimeError(f"einsum: {len(operands)} operands for '{equation}'")
-    counts = [x.dim() - len(t) + 3 if "..." in t else 0 for t, x in zip(terms, operands, strict=True)]
+
+    # Each letter is a label; the dimensions of "..." are numbered from the last one, because they broadcast.
+    counts = []  # of the dimensions that "..." stands for in each term
+    for term, x in zip(terms, operands, strict=True):
+        letters = len(term) - 3
+        counts.append(x.dim() - letters if "..." in term else 0)
     dots = [f"b{i}" for i in range(max(counts), 0, -1)]
-    labels = [_letters(t, dots[len(dots) - n :]) for t, n in zip(terms, counts, strict=True)]
+    labels = []
+    for term, n in zip(terms, counts, strict=True):
+        labels.append(_letters(term, dots[len(dots) - n :]))
     if any(len(set(names)) != len(names) for names in labels):
         raise no_rule(func, operands, {}, f"a diagonal, '{equation}'")
-    if not arrow:
-        every = [c for t in terms for c in t.replace("...", "")]
-        right = "..." * ("..." in left) + "".join(sorted([c for c in set(every) if every.count(c) == 1]))
+    if not arrow:  # the result has the letters that stand once, in the order of the alphabet
+        every = left.replace("...", "").replace(",", "")
+        once = [letter for letter in set(every) if every.count(letter) == 1]
+        right = "..." * ("..." in left) + "".join(sorted(once))
     return contracted(lambda *parts: torch.einsum(equation, *parts), operands, labels, _letters(right, dots))
 
 
@@ -164,7 +228,12 @@ def _letters(term, dots):
 
 
 @rule(*named("cross"))
-def cross(func: Callable, input: Tensor, other: Tensor, dim: int | None = None) -> ShardTensor:
+def cross(
+    func: Callable,
+    input: Tensor,
+    other: Tensor,
+    dim: int | None = None,
+) -> ShardTensor:
     """The cross product of vectors along a dimension of size 3, which every rank has whole."""
     operands = [reduced(input), reduced(other)]
     if dim is None and func is torch.linalg.cross:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 from distributed.collectives import all_gather
-from distributed.halo import Fetch, Interval, bounds
+from distributed.halo import HaloExchange, Interval, bounds
 from distributed.shard.operands import (
     copied,
     fitted,
@@ -25,29 +25,39 @@ from distributed.shard.operands import (
 )
 from distributed.shard.rules.along import made_whole, moved
 from distributed.shard.rules.windows import Splits, no_outputs, splits_of
-from distributed.shard.spec import Axis, Spec, merged, over, shard_sizes, whole
+from distributed.shard.spec import Axes, Axis, Spec, merged, over, shard_sizes, whole
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
 @rule(*named("gather", "take_along_dim"))
 def gather(
-    func: Callable, input: Tensor, dim: Any, index: Any = None, *, sparse_grad: bool = False, **kwargs: Any
+    func: Callable,
+    input: Tensor,
+    dim: Any,
+    index: Any = None,
+    *,
+    sparse_grad: bool = False,
+    **kwargs: Any,
 ) -> ShardTensor:
     """Gather along a dimension. The indices have the tensor's size in all others, and are brought to its split."""
     if func.__name__ == "take_along_dim" and isinstance(dim, Tensor):
+        # take_along_dim(input, indices, dim) has its arguments in another order
         dim, index = kwargs.get("dim", index), dim
     if dim is None or not isinstance(input, ShardTensor):
         raise no_rule(func, (input, index), {}, "of a plain tensor, or without a dimension")
     dim = dim % len(input.spec.dims)
     x = made_whole(input, (dim,))
-    places = beside(func, x.spec, dim, index)
-    return wrap(local(x).gather(dim, places), x.spec.with_axes(dim, whole(global_shape(index)[dim])))
+    places = split_as(func, x.spec, dim, index)
+    found = local(x).gather(dim, places)
+    count = global_shape(index)[dim]
+    return wrap(found, x.spec.with_axes(dim, whole(count)))
 
 
-def beside(func: Callable, spec: Spec, dim: int, y: Tensor) -> Tensor:
+def split_as(func: Callable, spec: Spec, dim: int, y: Tensor) -> Tensor:
     """The local part of an operand with a size of its own along dim, split as a tensor with this spec."""
-    out = spec.with_axes(dim, whole(global_shape(y)[dim]))
-    if out.shape != global_shape(y):
+    shape = global_shape(y)
+    out = spec.with_axes(dim, whole(shape[dim]))
+    if out.shape != shape:
         raise no_rule(func, (y,), {}, "it must have the tensor's size in all other dimensions")
     return fitted(reduced(y), out).expand(out.local_shape)
 
@@ -57,26 +67,43 @@ SCATTERS = ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy
 
 @rule(*named(*SCATTERS, *(f"{name}_" for name in SCATTERS)))
 def scatter(
-    func: Callable, input: Tensor, dim: int, index: Tensor, source: Any = None, *args: Any, **kwargs: Any
+    func: Callable,
+    input: Tensor,
+    dim: int,
+    index: Tensor,
+    source: Any = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
     """Write or add along a dimension, at indices: of elements (scatter), or plain ones of rows (index_add)."""
-    named_source = {name: kwargs.pop(name) for name in ("src", "value", "source") if name in kwargs}
-    source = next(iter(named_source.values()), source)
-    like = next(x for x in (input, source, index) if isinstance(x, ShardTensor) and x.dim() == input.dim())
+    for name in ("src", "value", "source"):
+        if name in kwargs:
+            source = kwargs.pop(name)
+    # The split of the first ShardTensor that has the dimensions of the input decides.
+    operands = (input, source, index)
+    like = next(x for x in operands if isinstance(x, ShardTensor) and x.dim() == input.dim())
     dim = dim % len(like.spec.dims)
     x = made_whole(like, (dim,))
     spec = x.spec.with_axes(dim, whole(global_shape(input)[dim]))
     in_place = func.__name__.endswith("_")
-    if in_place and (like is not input or like.spec.partial or x.spec.placements != like.spec.placements):
+    keeps_split = like is input and not like.spec.partial and x.spec.placements == like.spec.placements
+    if in_place and not keeps_split:
         raise no_rule(func, (input, index), {}, "in place on a plain tensor or along a split dimension")
 
     def part(y: Any) -> Any:
-        if not isinstance(y, Tensor) or y.dim() < 2 <= len(spec.dims):  # a number, or indices of rows
-            return y.full_tensor() if isinstance(y, ShardTensor) else shared(y, spec)
-        return beside(func, spec, dim, y)
+        is_of_elements = isinstance(y, Tensor) and not y.dim() < 2 <= len(spec.dims)
+        if is_of_elements:
+            return split_as(func, spec, dim, y)
+        # A number, or indices of rows: every rank needs all of them.
+        return y.full_tensor() if isinstance(y, ShardTensor) else shared(y, spec)
 
-    target = local(x) if like is input else part(input)
-    out = func(input if in_place else target, dim, part(index), part(source), *args, **kwargs)
+    if in_place:
+        target = input
+    elif like is input:
+        target = local(x)
+    else:
+        target = part(input)
+    out = func(target, dim, part(index), part(source), *args, **kwargs)
     return written(like) if in_place else wrap(out, spec)
 
 
@@ -91,27 +118,33 @@ def bucketize(func: Callable, input: ShardTensor, boundaries: Tensor, **kwargs: 
 
 def mask_of(x: Any, index: Any) -> Tensor | None:
     """The mask, if an index is one of at least two dimensions or a ShardTensor."""
-    index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
-    if isinstance(x, ShardTensor) and isinstance(index, Tensor) and index.dtype == torch.bool:
-        return index if index.dim() > 1 or isinstance(index, ShardTensor) else None
-    return None
+    if isinstance(index, tuple) and len(index) == 1:
+        (index,) = index
+    is_mask = isinstance(index, Tensor) and index.dtype == torch.bool
+    if not is_mask or not isinstance(x, ShardTensor):
+        return None
+    return index if index.dim() > 1 or isinstance(index, ShardTensor) else None
 
 
 @rule(*named("masked_select"))
 def masked(func: Callable, input: ShardTensor, mask: Tensor) -> ShardTensor:
     """The elements that a mask of the first dimensions selects: (selected, ...), one gather of their numbers."""
-    if not isinstance(input, ShardTensor) or tuple(global_shape(mask)) != tuple(input.spec.shape[: mask.dim()]):
+    count = mask.dim()
+    if not isinstance(input, ShardTensor) or tuple(global_shape(mask)) != tuple(input.spec.shape[:count]):
         raise no_rule(func, (input, mask), {}, "of a plain tensor, or by a mask that broadcasts")
-    x, count = in_order(reduced(input), mask.dim()), mask.dim()
-    spec, axes = x.spec, merged(chain(*x.spec.dims[:count]))
-    selected = local(x)[fitted(reduced(mask), spec.with_dims(spec.dims[:count]))]
-    new = whole(len(selected))
+    x = in_order(reduced(input), count)
+    spec = x.spec
+    own_mask = fitted(reduced(mask), spec.with_dims(spec.dims[:count]))
+    selected = local(x)[own_mask]  # (selected on this rank, ...)
+    axes = merged(chain(*spec.dims[:count]))
+    rows: Axes = whole(len(selected))
     if over(axes):
-        group = spec.mesh.groups[axes[0].mesh_dim]
+        mesh_dim = axes[0].mesh_dim
+        group = spec.mesh.groups[mesh_dim]
         number = torch.tensor([len(selected)], device=selected.device)
         sizes = tuple(all_gather(number, 0, (1,) * group.size, group).tolist())
-        new = (Axis(sum(sizes), axes[0].mesh_dim, sizes),)
-    return wrap(selected, spec.with_dims((new, *spec.dims[count:])))
+        rows = (Axis(sum(sizes), mesh_dim, sizes),)
+    return wrap(selected, spec.with_dims((rows, *spec.dims[count:])))
 
 
 def in_order(x: ShardTensor, count: int) -> ShardTensor:
@@ -119,15 +152,23 @@ def in_order(x: ShardTensor, count: int) -> ShardTensor:
 
     One mesh dimension splits the first of these that is longer than 1, into bands; others split none of them.
     """
-    if len(merged(chain(*x.spec.dims[:count]))) < 2:
+    spec = x.spec
+    if len(merged(chain(*spec.dims[:count]))) < 2:
         return x
-    lead = next(d for d in range(count) if x.spec.shape[d] > 1)
-    splits = [m for m, p in enumerate(x.spec.placements) if isinstance(p, Shard) and p.dim < count]
-    kept = min(splits, key=lambda m: x.spec.placements[m] != Shard(lead))
+    lead = next(d for d in range(count) if spec.shape[d] > 1)
+    splits = [m for m, p in enumerate(spec.placements) if isinstance(p, Shard) and p.dim < count]
+    # Keep the mesh dimension that splits the leading dimension already, if one does.
+    leading = [m for m in splits if spec.placements[m] == Shard(lead)]
+    kept = leading[0] if leading else splits[0]
     for m in splits:
-        x = x if m == kept else moved(x, m, range(count))
-    even = shard_sizes(x.spec.shape[lead], x.spec.mesh.groups[kept].size) if len(x.spec.dims[lead]) > 1 else None
-    return redistributed(x, [Shard(lead) if m == kept else p for m, p in enumerate(x.spec.placements)], {kept: even})
+        if m != kept:
+            x = moved(x, m, range(count))
+    sizes = None
+    if len(x.spec.dims[lead]) > 1:  # a product of axes becomes one axis, in even pieces
+        sizes = shard_sizes(x.spec.shape[lead], x.spec.mesh.groups[kept].size)
+    placements = list(x.spec.placements)
+    placements[kept] = Shard(lead)
+    return redistributed(x, placements, {kept: sizes})
 
 
 def rows_of_plain(func: Callable, x: Tensor, index: Any) -> ShardTensor:
@@ -142,15 +183,23 @@ def rows_of_plain(func: Callable, x: Tensor, index: Any) -> ShardTensor:
 
 @rule(F.embedding)
 def embedding(
-    func: Callable, input: ShardTensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
-    norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
-) -> ShardTensor:  # fmt: skip
+    func: Callable,
+    input: ShardTensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> ShardTensor:
     """Look up split indices in a plain table: (...) -> (..., D)."""
     if isinstance(weight, ShardTensor) or max_norm is not None or scale_grad_by_freq:
         raise no_rule(func, (input, weight), {}, "indices must be a ShardTensor, the table plain, without max_norm")
     input = reduced(input)
-    spec = input.spec.with_dims((*input.spec.dims, whole(weight.shape[1])))
-    return wrap(F.embedding(local(input), shared(weight, spec), padding_idx, sparse=sparse), spec)
+    features = whole(weight.shape[1])
+    spec = input.spec.with_dims((*input.spec.dims, features))
+    rows = F.embedding(local(input), shared(weight, spec), padding_idx, sparse=sparse)
+    return wrap(rows, spec)
 
 
 @rule(F.one_hot)
@@ -165,9 +214,13 @@ def one_hot(func: Callable, tensor: ShardTensor, num_classes: int = -1) -> Shard
 
 @rule(F.grid_sample)
 def grid_sample(
-    func: Callable, input: Tensor, grid: Tensor, mode: str = "bilinear", padding_mode: str = "zeros",
+    func: Callable,
+    input: Tensor,
+    grid: Tensor,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
     align_corners: bool | None = None,
-) -> ShardTensor:  # fmt: skip
+) -> ShardTensor:
     """Samples of images (B, C, ...) at places (B, ..., 2 or 3), which are split as the places are.
 
     A split dimension of the image is exchanged as a halo where the places of all ranks reach so little beyond the rows
@@ -178,34 +231,60 @@ def grid_sample(
     split over the same ranks.
     """
     like = next(y for y in (input, grid) if isinstance(y, ShardTensor)).spec
-    x, places = reduced(copied(input, like)), copied(grid, like)
-    places = made_whole(places, (len(places.spec.dims) - 1,))
-    if not over(x.spec.dims[0]) & over(*places.spec.dims):
-        places = to_spec(places, places.spec.with_axes(0, x.spec.dims[0]))
+    x = reduced(copied(input, like))
+    places = copied(grid, like)
+    coordinates = len(places.spec.dims) - 1
+    places = made_whole(places, (coordinates,))
+
+    # The result is split as the places are, and in channels as the image where no place uses the same ranks.
+    image_samples, image_channels, *_ = x.spec.dims
+    if not over(image_samples) & over(*places.spec.dims):
+        places = to_spec(places, places.spec.with_axes(0, image_samples))
     samples, *rows, _ = places.spec.dims
     used = over(samples, *rows)
-    channels = whole(x.spec.shape[1]) if over(x.spec.dims[1]) & used else x.spec.dims[1]
+    channels = whole(x.spec.shape[1]) if over(image_channels) & used else image_channels
     out = x.spec.with_dims([samples, channels, *rows])
-    grid_part, shape, needed = used_apart(places, out), x.spec.shape[2:], {}
-    near = [d for d in x.spec.split_dims if d > 1 and len(x.spec.dims[d]) == 1]
-    near = [d for d in near if over(x.spec.dims[d]) <= used - over(samples)]
-    if near and mode != "bicubic" and min(shape) > 1 and grid_part.element_size() > 2 and not (
-        torch.compiler.is_compiling() or isinstance(grid_part, FakeTensor)
-    ):  # fmt: skip
-        at = [rows_at(grid_part[..., -1 - i], n, padding_mode, align_corners) for i, n in enumerate(shape)]
-        at = [a.round() for a in at] if mode == "nearest" else at
-        needed = agreed(x.spec, splits_of(x, near), {d: at[d - 2].detach() for d in near})
+    grid_part = used_apart(places, out)  # (b, ..., 2 or 3)
+
+    # Which rows of the image each rank needs, for the dimensions where a halo is less than a gather.
+    shape = x.spec.shape[2:]
+    needed: dict[int, list[Interval]] = {}
+    at: list[Tensor] = []  # this rank's places along each dimension of the image, in rows
+    near = halo_dims(x.spec, used - over(samples))
+    values_are_known = not torch.compiler.is_compiling() and not isinstance(grid_part, FakeTensor)
+    is_precise = mode != "bicubic" and min(shape) > 1 and grid_part.element_size() > 2
+    if near and is_precise and values_are_known:
+        for i, n in enumerate(shape):
+            of_dim = rows_at(grid_part[..., -1 - i], n, padding_mode, align_corners)
+            at.append(of_dim.round() if mode == "nearest" else of_dim)
+        splits = splits_of(x, near)
+        needed = rows_needed(x.spec, splits, {d: at[d - 2].detach() for d in near})
+
+    # Gather the other dimensions, and fetch the halos.
     images = [x.spec.dims[d] if d in needed else whole(n) for d, n in enumerate(shape, 2)]
     part = used_apart(to_spec(x, x.spec.with_dims([samples, channels, *images])), out)
     for d, (sizes, group) in splits_of(x, needed).items():
-        part = Fetch(part, d, sizes, needed[d], group).rows()
-        at[d - 2] = at[d - 2] - needed[d][group.rank][0]
+        part = HaloExchange(part, d, sizes, needed[d], group).rows()
+        first_row, _ = needed[d][group.rank]
+        at[d - 2] = at[d - 2] - first_row
     if not out.local_shape.numel():
         return wrap(no_outputs(part, out.local_shape, grid_part), out)
-    if needed:
-        grid_part = torch.stack([as_grid(a, n) for a, n in zip(at, part.shape[2:], strict=True)][::-1], -1)
-        padding_mode, align_corners = "zeros", True
+    if needed:  # places in the part of the image that this rank has, which rows_at has padded
+        last_first = [as_grid(a, n) for a, n in zip(at, part.shape[2:], strict=True)][::-1]
+        grid_part = torch.stack(last_first, -1)
+        padding_mode = "zeros"
+        align_corners = True
     return wrap(func(part, grid_part, mode, padding_mode, align_corners), out)
+
+
+def halo_dims(spec: Spec, mesh_dims: set[int]) -> list[int]:
+    """The dimensions of images (B, C, ...) in one piece on each rank that only these mesh dimensions split."""
+    dims = []
+    for d in spec.split_dims:
+        is_in_one_piece = len(spec.dims[d]) == 1
+        if d > 1 and is_in_one_piece and over(spec.dims[d]) <= mesh_dims:
+            dims.append(d)
+    return dims
 
 
 def rows_at(grid: Tensor, rows: int, padding_mode: str, align_corners: bool | None) -> Tensor:
@@ -217,9 +296,10 @@ def rows_at(grid: Tensor, rows: int, padding_mode: str, align_corners: bool | No
         low, span = (0, rows - 1) if align_corners else (-0.5, rows)
         apart = (at - low).abs()
         rest = apart.fmod(span)
-        at = torch.where((apart / span).floor() % 2 == 0, rest, span - rest) + low
+        is_forward = (apart / span).floor() % 2 == 0  # after an even number of reflections
+        at = torch.where(is_forward, rest, span - rest) + low
     inside = (at > 0) & (at < rows - 1)
-    return torch.where(inside, at, at.detach().clamp(0, rows - 1))
+    return torch.where(inside, at, at.detach().clamp(0, rows - 1))  # a place at the border has no gradient
 
 
 def as_grid(at: Tensor, rows: int) -> Tensor:
@@ -232,31 +312,52 @@ def as_grid(at: Tensor, rows: int) -> Tensor:
     with torch.no_grad():
         exact = grid.clone()
         for _ in range(3):
-            exact += (at.floor() - ((exact + 1) * half).floor()) * torch.finfo(at.dtype).eps
+            row_again = ((exact + 1) * half).floor()
+            exact += (at.floor() - row_again) * torch.finfo(at.dtype).eps
     return grid + (exact - grid.detach())
 
 
-def agreed(spec: Spec, splits: Splits, places: dict[int, Tensor]) -> dict[int, list[Interval]]:
+def rows_needed(
+    spec: Spec,
+    splits: Splits,
+    places: dict[int, Tensor],
+) -> dict[int, list[Interval]]:
     """The rows of an image with this spec that each rank of a dimension needs, for the dimensions where a halo is less.
 
     places: {dimension: this rank's places among its rows}. All ranks call this together; the result is the same on all.
     """
+    # The first and last row that this rank needs along each dimension.
     ends = []
     for d, at in places.items():
         n = spec.shape[d]
-        low, high = torch.aminmax(at.floor().nan_to_num()) if at.numel() else (at.new_full((), n), at.new_zeros(()) - 2)
+        if at.numel():
+            low, high = torch.aminmax(at.floor().nan_to_num())
+        else:  # no rows at all
+            low, high = at.new_full((), n), at.new_zeros(()) - 2
         ends += [low.clamp(0, n), (high + 2).clamp(0, n)]
-    group, halos = spec.mesh.joint, {}
-    every = all_gather(torch.stack(ends)[None].long(), 0, (1,) * group.size, group).tolist()
+    group = spec.mesh.joint
+    own_ends = torch.stack(ends)[None].long()  # (1, 2 * dimensions)
+    ends_of_ranks = all_gather(own_ends, 0, (1,) * group.size, group).tolist()  # (ranks, 2 * dimensions)
+
+    halos = {}
     for i, (d, (sizes, _)) in enumerate(splits.items()):
-        n, intervals = spec.shape[d], []
-        for c in range(len(sizes)):  # ranks of one row of tiles exchange what any of them needs
-            (m,) = over(spec.dims[d])
-            mine = [row[2 * i : 2 * i + 2] for r, row in enumerate(every) if spec.coordinate(m, r) == c]
-            first = min(*[low for low, _ in mine], n - 2)
-            intervals.append((first, max(*[high for _, high in mine], first + 2)))
-        overlaps = [max(0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in zip(intervals, bounds(sizes), strict=True)]
-        more = sum([last - first for first, last in intervals]) - sum(overlaps)
-        if 2 * more <= (len(sizes) - 1) * n:
+        n = spec.shape[d]
+        (mesh_dim,) = over(spec.dims[d])
+        intervals = []
+        for coordinate in range(len(sizes)):
+            # Ranks of one row of tiles exchange what any of them needs, at least two rows.
+            first = n - 2
+            last = 0
+            for rank, of_rank in enumerate(ends_of_ranks):
+                if spec.coordinate(mesh_dim, rank) == coordinate:
+                    first = min(first, of_rank[2 * i])
+                    last = max(last, of_rank[2 * i + 1])
+            intervals.append((first, max(last, first + 2)))
+        fetched = 0
+        for (first, last), (own_first, own_last) in zip(intervals, bounds(sizes), strict=True):
+            overlap = max(0, min(last, own_last) - max(first, own_first))
+            fetched += last - first - overlap
+        gathered = (len(sizes) - 1) * n
+        if 2 * fetched <= gathered:
             halos[d] = intervals
     return halos

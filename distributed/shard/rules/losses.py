@@ -20,20 +20,28 @@ from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rul
 
 @rule(*named("softmax", "log_softmax"))
 def softmax(
-    func: Callable, input: ShardTensor, dim: int | None = None, _stacklevel: Any = 3, dtype: torch.dtype | None = None
+    func: Callable,
+    input: ShardTensor,
+    dim: int | None = None,
+    _stacklevel: Any = 3,
+    dtype: torch.dtype | None = None,
 ) -> ShardTensor:
     """The plain function along a whole dimension; x - logsumexp(x), or its exponential, along a split one."""
     if dim is None:
         raise no_rule(func, (input,), {}, "give a dimension")
     if _stacklevel is None or isinstance(_stacklevel, torch.dtype):  # torch.softmax(x, dim, dtype)
         dtype = _stacklevel
-    x = reduced(input if dtype is None else dispatch(Tensor.to, input, dtype))
-    log = func.__name__ in ("log_softmax", "special_log_softmax")
+    if dtype is not None:
+        input = dispatch(Tensor.to, input, dtype)
+    x = reduced(input)
+    is_log = func.__name__ in ("log_softmax", "special_log_softmax")
     if not x.spec.is_split(dim):
-        return wrap((torch.log_softmax if log else torch.softmax)(local(x), dim), x.spec)
+        plain = torch.log_softmax if is_log else torch.softmax
+        return wrap(plain(local(x), dim), x.spec)
     wide = dispatch(Tensor.to, x, torch.promote_types(x.dtype, torch.float32))
     y = dispatch(torch.sub, wide, dispatch(torch.logsumexp, wide, dim, True))
-    y = y if log else dispatch(torch.exp, y)
+    if not is_log:
+        y = dispatch(torch.exp, y)
     return dispatch(Tensor.to, y, autocast_dtype(x))
 
 
@@ -52,25 +60,39 @@ def named_reduction(reduction: str, size_average: bool | None, reduce: bool | No
 
 
 @rule(
-    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.binary_cross_entropy,
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.kl_div,
+    F.binary_cross_entropy,
     F.binary_cross_entropy_with_logits,
-)  # fmt: skip
+)
 def elementwise_loss(
-    func: Callable, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None,
-    reduce: bool | None = None, reduction: str = "mean", **parameters: Any,
-) -> ShardTensor:  # fmt: skip
+    func: Callable,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    **parameters: Any,
+) -> ShardTensor:
     """One value for each element. kl_div broadcasts, and may divide the sum by the global number of samples, batchmean.
 
     torch drops the weight of F.l1_loss before this rule is called.
     """
-    shapes = [tuple(global_shape(x)) for x in (input, target)]
-    if func is not F.kl_div and shapes[0] != shapes[1]:
-        raise ValueError(f"{func.__name__}: shapes {shapes[0]} and {shapes[1]} differ")
+    shape = tuple(global_shape(input))
+    target_shape = tuple(global_shape(target))
+    if func is not F.kl_div and shape != target_shape:
+        raise ValueError(f"{func.__name__}: shapes {shape} and {target_shape} differ")
     reduction = named_reduction(reduction, size_average, reduce)
-    weights = {} if weight is None else {"weight": weight}
-    loss = broadcast(func, (input, target), {"reduction": "none", **weights, **parameters})
+    settings: dict[str, Any] = {"reduction": "none"}
+    if weight is not None:
+        settings["weight"] = weight
+    loss = broadcast(func, (input, target), settings | parameters)
     if reduction == "batchmean" and func is F.kl_div:
-        return dispatch(torch.div, averaged(loss, "sum"), shapes[0][0])
+        return dispatch(torch.div, averaged(loss, "sum"), shape[0])
     if reduction == "mean" and func is F.mse_loss and weight is not None:
         total = dispatch(torch.sum, weight) if isinstance(weight, ShardTensor) else weight.sum()
         return dispatch(torch.div, averaged(loss, "sum"), total)
@@ -79,30 +101,48 @@ def elementwise_loss(
 
 @rule(F.cross_entropy, F.nll_loss)
 def class_loss(
-    func: Callable, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: bool | None = None,
-    ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0,
-) -> ShardTensor:  # fmt: skip
+    func: Callable,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> ShardTensor:
     """Loss over classes. input: (C,) or (B, C, ...), classes not split. target: indices (B, ...), or probabilities."""
     if not isinstance(input, ShardTensor) or isinstance(weight, ShardTensor):
         raise no_rule(func, (input, target, weight), {}, "the input must be a ShardTensor, the weight a plain tensor")
-    x, target = reduced(input), reduced(target)
+    x = reduced(input)
+    target = reduced(target)
     reduction = named_reduction(reduction, size_average, reduce)
-    spec, classes = x.spec, 0 if len(x.spec.dims) == 1 else 1
+    spec = x.spec
+    classes = 0 if len(spec.dims) == 1 else 1
     if spec.is_split(classes):
         raise no_rule(func, (input, target), {}, "the classes are split")
+
+    # One loss for each sample or pixel: (B, ...).
     each = kept(spec, (classes,))
-    indices = target.dim() == len(each.dims)
-    if tuple(global_shape(target)) != tuple(each.shape if indices else spec.shape):
-        raise ValueError(f"{func.__name__}: target {tuple(global_shape(target))} of input {tuple(spec.shape)}")
-    part = fitted(target, each if indices else spec)
+    has_indices = target.dim() == len(each.dims)
+    target_spec = each if has_indices else spec
+    target_shape = tuple(global_shape(target))
+    if target_shape != tuple(target_spec.shape):
+        raise ValueError(f"{func.__name__}: target {target_shape} of input {tuple(spec.shape)}")
+    part = fitted(target, target_spec)
     smoothing = {"label_smoothing": label_smoothing} if func is F.cross_entropy else {}
-    loss = func(local(x), part, shared(weight, spec), ignore_index=ignore_index, reduction="none", **smoothing)
+    own_weight = shared(weight, spec)
+    loss = func(local(x), part, own_weight, ignore_index=ignore_index, reduction="none", **smoothing)
     if reduction != "mean":
         return averaged(wrap(loss, each), reduction)
-    counts = torch.ones_like(loss) if not indices else (part != ignore_index).to(loss.dtype)
-    if indices and weight is not None:
-        counts = weight[torch.where(part == ignore_index, 0, part)] * counts
+
+    # The mean divides by the weights of the targets; a target that is ignored has none.
+    is_ignored = part == ignore_index
+    counts = (~is_ignored).to(loss.dtype) if has_indices else torch.ones_like(loss)
+    if has_indices and weight is not None:
+        counts = weight[torch.where(is_ignored, 0, part)] * counts
     one = reduced_spec(each, range(len(each.dims)), False)
-    sums = reduced(wrap(torch.stack([loss.sum(), counts.sum()]), one.with_dims([whole(2)])))  # one all-reduce for both
+    own_sums = torch.stack([loss.sum(), counts.sum()])
+    sums = reduced(wrap(own_sums, one.with_dims([whole(2)])))  # one all-reduce for both
     value, count = local(sums).unbind()
     return wrap(value / count, sums.spec.with_dims([]))

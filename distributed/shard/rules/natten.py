@@ -95,7 +95,13 @@ def _asking(function):
     """The function, which asks the classes of its arguments first."""
 
     @wraps(function)
-    def asking(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def asking(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         relevant = (query, key, value, *args, *kwargs.values())
         if has_torch_function(relevant):
             return handle_torch_function(function, relevant, query, key, value, *args, **kwargs)
@@ -105,9 +111,14 @@ def _asking(function):
 
 
 def attend_natten(
-    library: Callable, func: Callable, query: ShardTensor, key: ShardTensor, value: ShardTensor, *args: Any,
+    library: Callable,
+    func: Callable,
+    query: ShardTensor,
+    key: ShardTensor,
+    value: ShardTensor,
+    *args: Any,
     **kwargs: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """Attention of query (B, *spatial, heads, d) to key and value, split alike along samples, heads, spatial axes.
 
     library: the function of NATTEN. Heads of key and value may be fewer if they are whole. Other arguments are those of
@@ -156,8 +167,8 @@ def _on_region(library, query, key, value, axes, settings):
         if split is None:
             continue
         region = partial(axis.region, spec.shape[dim])
-        coming, (first, last), (start, end) = request(keys, dim, split, split[0], region, fill=None)
-        keys = coming.rows()
+        pending, (first, last), (start, end) = request(keys, dim, split, split[0], region, fill=None)
+        keys = pending.rows()
         others = [0, 0] * (query.dim() - 1 - dim)
         query = F.pad(query, [*others, first - start, end - last]) if first < last else query
         own_rows[dim] = first - start, last - first

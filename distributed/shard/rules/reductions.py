@@ -22,7 +22,7 @@ from distributed.collectives import (
     tensor_on,
 )
 from distributed.shard.operands import reduced
-from distributed.shard.spec import Shares, Spec, over, part_of
+from distributed.shard.spec import Axes, Shares, Spec, over, part_of
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 Dims = int | Sequence[int] | None  # None: all
@@ -31,27 +31,41 @@ Dims = int | Sequence[int] | None  # None: all
 def dims_of(spec: Spec, dim: Dims) -> tuple[int, ...]:
     """The dimensions as non-negative numbers; all of them if none is given."""
     count = len(spec.dims)
-    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+    if dim is None:
         return tuple(range(count))
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
-    if any(not -max(count, 1) <= d < max(count, 1) for d in dims):
+    if not dims:  # torch takes an empty tuple for all
+        return tuple(range(count))
+    limit = max(count, 1)  # a number has dimension 0 too
+    if any(not -limit <= d < limit for d in dims):
         raise IndexError(f"Dimension out of range: {dims} of a tensor of {count} dimensions")
     return tuple([d % count for d in dims]) if count else ()
 
 
 def kept(spec: Spec, dims: Sequence[int], keepdim: bool = False) -> Spec:
     """The spec without dims, or with dims of size 1."""
-    return spec.with_dims([() if d in dims else axes for d, axes in enumerate(spec.dims) if keepdim or d not in dims])
+    left: list[Axes] = []
+    for d, axes in enumerate(spec.dims):
+        if d not in dims:
+            left.append(axes)
+        elif keepdim:
+            left.append(())
+    return spec.with_dims(left)
 
 
 def reduced_spec(spec: Spec, dims: Sequence[int], keepdim: bool) -> Spec:
     """The spec of a sum over dims: partial over the mesh dimensions that split them."""
     summed = over(*[spec.dims[d] for d in dims])
-    return spec.with_dims(kept(spec, dims, keepdim).dims, tuple(sorted(summed.union(spec.partial))))
+    partial = tuple(sorted(summed.union(spec.partial)))
+    return spec.with_dims(kept(spec, dims, keepdim).dims, partial)
 
 
 def gathered(
-    x: Tensor, summary: Callable[[Tensor], Tensor], counts: Sizes, group: Group, dims: tuple[int, ...]
+    x: Tensor,
+    summary: Callable[[Tensor], Tensor],
+    counts: Sizes,
+    group: Group,
+    dims: tuple[int, ...],
 ) -> Tensor:
     """summary(local tensor) of each rank that has elements in dims, in rank order: (ranks, ...).
 
@@ -69,30 +83,49 @@ def gathered_summaries(own: Tensor, counts: Sizes, group: Group) -> Tensor:
     counts: elements of each rank. The summary of a rank without any is not sent.
     """
     sizes = tuple([int(count > 0) for count in counts])
-    return gather_from_region(own[None][: sizes[group.rank]], 0, sizes, group)
+    own = own[None][: sizes[group.rank]]  # (1 or 0, ...)
+    return gather_from_region(own, 0, sizes, group)
 
 
 def reduce_by(
-    reduce: Callable[[Tensor, tuple[int, ...], bool], Tensor], x: ShardTensor, dims: tuple[int, ...], keepdim: bool
+    reduce: Callable[[Tensor, tuple[int, ...], bool], Tensor],
+    x: ShardTensor,
+    dims: tuple[int, ...],
+    keepdim: bool,
 ) -> ShardTensor:
     """reduce(part, dims, keepdim) of the local part, and of the results of all ranks if dims are split."""
     x = reduced(x)
-    out, shared_by = local(x), x.spec.shares(*dims)
+    part = local(x)
+    shared_by = x.spec.shares(*dims)
     if shared_by is None:
-        out = reduce(out, dims, True)
+        out = reduce(part, dims, True)
     else:
-        out = reduce(gathered(out, lambda part: reduce(part, dims, True), *shared_by, dims), (0,), False)
+        counts, group = shared_by
+        of_ranks = gathered(part, lambda part: reduce(part, dims, True), counts, group, dims)  # (ranks, ...)
+        out = reduce(of_ranks, (0,), False)
     return reduced_to(out, x.spec, dims, keepdim)
 
 
-def reduced_to(out: Tensor, spec: Spec, dims: tuple[int, ...], keepdim: bool) -> ShardTensor:
+def reduced_to(
+    out: Tensor,
+    spec: Spec,
+    dims: tuple[int, ...],
+    keepdim: bool,
+) -> ShardTensor:
     """The result of a reduction of dims, in which they have size 1, as a ShardTensor. spec: of what is reduced."""
-    return wrap(out if keepdim else out.squeeze(dims), kept(spec, dims, keepdim))
+    if not keepdim:
+        out = out.squeeze(dims)
+    return wrap(out, kept(spec, dims, keepdim))
 
 
 @rule(*named("sum"))
 def total(
-    func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    func: Callable,
+    input: ShardTensor,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> ShardTensor:
     """Sum. Over a split dimension it is a partial tensor; nothing is communicated."""
     dims = dims_of(input.spec, dim)
@@ -101,16 +134,23 @@ def total(
 
 @rule(*named("mean"))
 def mean(
-    func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    func: Callable,
+    input: ShardTensor,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> ShardTensor:
     """Mean of all elements, whether or not the ranks hold equally many."""
     spec = input.spec
-    if dtype is None and not (input.is_floating_point() or input.is_complex()):  # raised on ranks without elements too
+    has_fractions = input.is_floating_point() or input.is_complex()
+    if dtype is None and not has_fractions:  # raised on ranks without elements too
         raise RuntimeError(f"mean() of {input.dtype}: give a floating point dtype")
     dims = dims_of(spec, dim)
     dtype = dtype or input.dtype
     wide = torch.promote_types(dtype, torch.float32)  # the sum of all elements might not fit into 16 bits
-    out = input.sum(dims, keepdim, dtype=wide) / math.prod([spec.shape[d] for d in dims])
+    count = math.prod([spec.shape[d] for d in dims])
+    out = input.sum(dims, keepdim, dtype=wide) / count
     return wrap(out.to(dtype), reduced_spec(spec, dims, keepdim))
 
 
@@ -120,39 +160,60 @@ rule(*named("count_nonzero"))(
 
 
 @rule(*named("any", "all", "logsumexp"))
-def of_values(func: Callable, input: ShardTensor, dim: Dims = None, keepdim: bool = False) -> ShardTensor:
+def of_values(
+    func: Callable,
+    input: ShardTensor,
+    dim: Dims = None,
+    keepdim: bool = False,
+) -> ShardTensor:
     """One gather of the value of each rank, and the same function of these."""
     return reduce_by(func, input, dims_of(input.spec, dim), keepdim)
 
 
 @rule(torch.linalg.vector_norm)
 def vector_norm(
-    func: Callable, x: ShardTensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *,
+    func: Callable,
+    x: ShardTensor,
+    ord: float = 2,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
     dtype: torch.dtype | None = None,
-) -> ShardTensor:  # fmt: skip
+) -> ShardTensor:
     """One gather of the norm of each rank, then the norm of these norms."""
     if ord in (math.inf, -math.inf):
-        x = dispatch(torch.abs, x if dtype is None else dispatch(Tensor.to, x, dtype))
-        return dispatch(torch.amax if ord > 0 else torch.amin, x, dims_of(x.spec, dim), keepdim)
-    x, dims = reduced(x), dims_of(x.spec, dim)
+        if dtype is not None:
+            x = dispatch(Tensor.to, x, dtype)
+        extremum = torch.amax if ord > 0 else torch.amin
+        return dispatch(extremum, dispatch(torch.abs, x), dims_of(x.spec, dim), keepdim)
+    x = reduced(x)
+    dims = dims_of(x.spec, dim)
 
     def norm(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
         return torch.linalg.vector_norm(x, ord, dims, keepdim, dtype=dtype)
 
-    if ord == 0:  # the number of elements that are not 0
+    if ord == 0:  # the number of elements that are not 0, which is a sum over the ranks
         return wrap(norm(local(x), dims, keepdim), reduced_spec(x.spec, dims, keepdim))
     return reduce_by(norm, x, dims, keepdim)
 
 
 @rule(*named("norm"))
 def norm(
-    func: Callable, input: ShardTensor, p: float | str | None = None, dim: Dims = None, keepdim: bool = False,
-    dtype: torch.dtype | None = None, out: Tensor | None = None, *, ord: float | str | None = None,
-) -> ShardTensor:  # fmt: skip
+    func: Callable,
+    input: ShardTensor,
+    p: float | str | None = None,
+    dim: Dims = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    *,
+    ord: float | str | None = None,
+) -> ShardTensor:
     """torch.norm, Tensor.norm and torch.linalg.norm of vectors; norms of matrices have no rule."""
     order = p if ord is None else ord
     if func is torch.linalg.norm and order is not None:
-        if not isinstance(dim, int) and len(dim or input.spec.dims) != 1:
+        is_of_one_dim = isinstance(dim, int) or len(dim or input.spec.dims) == 1
+        if not is_of_one_dim:
             raise no_rule(func, (input,), {}, "a norm of matrices")
     elif order in (None, "fro"):
         order = 2
@@ -161,7 +222,10 @@ def norm(
     return vector_norm(func, input, 2 if order is None else order, dim, keepdim, dtype=dtype)
 
 
-def centred(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def centred(
+    x: Tensor,
+    dims: tuple[int, ...],
+) -> tuple[Tensor, Tensor, Tensor]:
     """(x - mean, mean, sum of squared deviations from the mean) over dims of a local tensor, in float32 at least.
 
     dims stay, with size 1. The deviations are taken from the mean that is already known, so that no digits are lost if
@@ -179,7 +243,11 @@ class _Moments(torch.autograd.Function):
     """(mean, sum of squared deviations from it) over dims of a local tensor, which is all that backward needs."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dims: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor]:
         _, mean, deviations = centred(x, dims)
         ctx.save_for_backward(x, mean)
         ctx.count = math.prod([x.shape[d] for d in dims])
@@ -194,7 +262,11 @@ class _Moments(torch.autograd.Function):
 
 
 def merged(
-    mean: Tensor, deviations: Tensor, dims: tuple[int, ...], shape: Sequence[int], shared_by: Shares
+    mean: Tensor,
+    deviations: Tensor,
+    dims: tuple[int, ...],
+    shape: Sequence[int],
+    shared_by: Shares,
 ) -> tuple[Tensor, Tensor, int]:
     """(mean, sum of squared deviations from it, number of elements) over dims of the local tensors of all ranks.
 
@@ -205,15 +277,25 @@ def merged(
     if shared_by is None:
         return mean, deviations, math.prod([shape[d] for d in dims])
     counts, group = shared_by
-    means, deviations = gathered_summaries(torch.stack([mean, deviations]), counts, group).unbind(1)
-    count, present = sum(counts), [n for n in counts if n]
-    weight = tensor_on(mean.device, present, mean.dtype).view(-1, *[1] * mean.dim())
+    own = torch.stack([mean, deviations])  # (2, ...)
+    means, deviations = gathered_summaries(own, counts, group).unbind(1)  # each (ranks, ...)
+    count = sum(counts)
+    present = [n for n in counts if n]  # ranks with elements have sent something
+    weight = tensor_on(mean.device, present, mean.dtype)
+    weight = weight.view(-1, *[1] * mean.dim())  # (ranks, 1, ...)
+
+    # Differences of the ranks' means from that of the first, and then from the mean of all.
     apart = means - means[:1]
     shift = (apart * weight).sum(0) / count
-    return means[0] + shift, deviations.sum(0) + ((apart - shift).square() * weight).sum(0), count
+    between = (apart - shift).square() * weight
+    return means[0] + shift, deviations.sum(0) + between.sum(0), count
 
 
-def moments(x: Tensor, dims: tuple[int, ...], shared_by: Shares) -> tuple[Tensor, Tensor, int]:
+def moments(
+    x: Tensor,
+    dims: tuple[int, ...],
+    shared_by: Shares,
+) -> tuple[Tensor, Tensor, int]:
     """(mean, sum of squared deviations from it, number of elements) over dims of the local tensors of all ranks.
 
     dims stay, with size 1. One gather of both numbers if dims are split. Differentiable.
@@ -230,14 +312,21 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
 def root(var: Tensor) -> Tensor:
     """The square root of a variance; its gradient is 0 if the variance is 0, as in torch."""
-    return torch.where(var == 0, 0.0, torch.where(var == 0, 1.0, var).sqrt())
+    is_zero = var == 0
+    safe = torch.where(is_zero, 1.0, var)  # the derivative of sqrt at 0 is infinite
+    return torch.where(is_zero, 0.0, safe.sqrt())
 
 
 @rule(*named("var", "std", "var_mean", "std_mean"))
 def var(
-    func: Callable, input: ShardTensor, dim: Dims = None, unbiased: bool | None = None, keepdim: bool = False,
-    *, correction: float | None = 1,
-) -> ShardTensor | tuple[ShardTensor, ShardTensor]:  # fmt: skip
+    func: Callable,
+    input: ShardTensor,
+    dim: Dims = None,
+    unbiased: bool | None = None,
+    keepdim: bool = False,
+    *,
+    correction: float | None = 1,
+) -> ShardTensor | tuple[ShardTensor, ShardTensor]:
     """Variance or standard deviation, alone or with the mean: one gather of two numbers from each rank."""
     if isinstance(dim, bool):  # var(x, unbiased)
         dim, unbiased = None, dim
@@ -246,7 +335,8 @@ def var(
     elif correction is None:
         correction = 1
     input = reduced(input)
-    spec, part = input.spec, local(input)
+    spec = input.spec
+    part = local(input)
     if part.is_complex():
         raise no_rule(func, (input,), {}, "of complex numbers")
     dims = dims_of(spec, dim)
@@ -254,37 +344,56 @@ def var(
     out = deviations / (count - correction) if count > correction else deviations * math.nan
     if func.__name__ in ("std", "std_mean"):
         out = root(out)
-    out, average = (reduced_to(y.to(part.dtype), spec, dims, keepdim) for y in (out, average))
-    return (out, average) if func.__name__ in ("var_mean", "std_mean") else out
+    result = reduced_to(out.to(part.dtype), spec, dims, keepdim)
+    average_result = reduced_to(average.to(part.dtype), spec, dims, keepdim)
+    with_mean = func.__name__ in ("var_mean", "std_mean")
+    return (result, average_result) if with_mean else result
 
 
 @rule(*named("cumsum"))
-def cumsum(func: Callable, input: ShardTensor, dim: int, *, dtype: torch.dtype | None = None) -> ShardTensor:
+def cumsum(
+    func: Callable,
+    input: ShardTensor,
+    dim: int,
+    *,
+    dtype: torch.dtype | None = None,
+) -> ShardTensor:
     """Cumulative sum. Along a split dimension each rank adds the total of the ranks before it."""
     input = reduced(input)
-    spec, part = input.spec, local(input)
+    spec = input.spec
+    part = local(input)
     (dim,) = dims_of(spec, dim)
     out = part.cumsum(dim, dtype=dtype)
-    if (split := spec.split(dim)) is not None:
+    split = spec.split(dim)
+    if split is not None:
         _, group = split
-        sums = all_gather(part.sum(dim, keepdim=True, dtype=dtype)[None], 0, (1,) * group.size, group)
-        out = out + sums[: group.rank].sum(0)
+        own_total = part.sum(dim, keepdim=True, dtype=dtype)[None]  # (1, ..., 1, ...)
+        totals = all_gather(own_total, 0, (1,) * group.size, group)  # (ranks, ..., 1, ...)
+        out = out + totals[: group.rank].sum(0)
     return wrap(out, spec)
 
 
 @rule(*named("amax", "amin"))
-def extremum(func: Callable, input: ShardTensor, dim: Dims = (), keepdim: bool = False) -> ShardTensor:
+def extremum(
+    func: Callable,
+    input: ShardTensor,
+    dim: Dims = (),
+    keepdim: bool = False,
+) -> ShardTensor:
     """Maximum or minimum. Each extremal element receives an equal share of the gradient, on every rank."""
     x = reduced(input)
-    spec, part = x.spec, local(x)
+    spec = x.spec
+    part = local(x)
     dims = dims_of(spec, dim)
     shared_by = spec.shares(*dims)
-    if shared_by is None or not (part.requires_grad and torch.is_grad_enabled()):
+    needs_grad = part.requires_grad and torch.is_grad_enabled()
+    if shared_by is None or not needs_grad:
         return reduce_by(func, x, dims, keepdim)
+    _, group = shared_by
     with torch.no_grad():
         value = local(reduce_by(func, x, dims, True))
         mask = part == value
-        count = reduce_from_region(mask.sum(dims, keepdim=True), shared_by[1])
+        count = reduce_from_region(mask.sum(dims, keepdim=True), group)
     return reduced_to(_Shared.apply(part, value, mask, count), spec, dims, keepdim)
 
 
@@ -292,7 +401,13 @@ class _Shared(torch.autograd.Function):
     """The extremum, given as `value`, of x; `count` elements on all ranks, those of a mask, share the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, mask: Tensor, count: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        value: Tensor,
+        mask: Tensor,
+        count: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(mask, count)
         return value.view_as(value)
 
@@ -304,40 +419,62 @@ class _Shared(torch.autograd.Function):
 
 @rule(*named("max", "min"))
 def max_or_min(
-    func: Callable, input: Any, dim: int | Tensor | None = None, keepdim: bool = False, *, other: Tensor | None = None
+    func: Callable,
+    input: Any,
+    dim: int | Tensor | None = None,
+    keepdim: bool = False,
+    *,
+    other: Tensor | None = None,
 ) -> Any:
     """Maximum or minimum of all elements, of two tensors, or along a dimension with the index of the first extremum."""
     largest = func.__name__ == "max"
-    if isinstance(dim, Tensor) or other is not None:
-        return dispatch(torch.maximum if largest else torch.minimum, input, dim if isinstance(dim, Tensor) else other)
+    if isinstance(dim, Tensor):  # max(input, other)
+        other, dim = dim, None
+    if other is not None:
+        return dispatch(torch.maximum if largest else torch.minimum, input, other)
     if dim is None:
         return dispatch(torch.amax if largest else torch.amin, input)
     return along(input, dim, keepdim, largest)
 
 
 @rule(*named("argmax", "argmin"))
-def arg(func: Callable, input: ShardTensor, dim: int | None = None, keepdim: bool = False) -> ShardTensor:
+def arg(
+    func: Callable,
+    input: ShardTensor,
+    dim: int | None = None,
+    keepdim: bool = False,
+) -> ShardTensor:
     """The global index of the first extremum along dim; without dim, its index in the flattened tensor."""
     largest = func.__name__ == "argmax"
+    x = dispatch(torch.detach, input)
     if dim is not None:
-        return along(dispatch(torch.detach, input), dim, keepdim, largest).indices
-    index = along(dispatch(torch.flatten, dispatch(torch.detach, input)), 0, False, largest).indices
-    return dispatch(torch.reshape, index, [1] * len(input.spec.dims)) if keepdim else index
+        return along(x, dim, keepdim, largest).indices
+    index = along(dispatch(torch.flatten, x), 0, False, largest).indices
+    if keepdim:
+        index = dispatch(torch.reshape, index, [1] * len(input.spec.dims))
+    return index
 
 
 def along(x: ShardTensor, dim: int, keepdim: bool, largest: bool) -> Any:
     """The extremum along one dimension and its index; one gather of both if the dimension is split."""
     x = reduced(x)
-    spec, part = x.spec, local(x)
-    (dim,) = dims = dims_of(spec, dim)
+    spec = x.spec
+    part = local(x)
+    dims = dims_of(spec, dim)
+    (dim,) = dims
     if not spec.is_split(dim):
-        values, indices = torch.max(part, dim, True) if largest else torch.min(part, dim, True)
+        plain = torch.max if largest else torch.min
+        values, indices = plain(part, dim, True)
     else:
         with torch.no_grad():
             value = local(reduce_by(torch.amax if largest else torch.amin, x, dims, True))
-            shape = [-1 if d == dim else 1 for d in range(part.dim())]
-            places = part_of(torch.arange(spec.shape[dim], device=part.device).view(shape), spec)
-            found = torch.where((part == value) | part.isnan(), places, spec.shape[dim])
+            # The global index of each extremal element, and a larger number for all others; the first one counts.
+            size = spec.shape[dim]
+            shape = [1] * part.dim()
+            shape[dim] = -1
+            rows = torch.arange(size, device=part.device).view(shape)
+            places = part_of(rows, spec)
+            found = torch.where((part == value) | part.isnan(), places, size)
             indices = local(reduce_by(torch.amin, wrap(found, spec), dims, True))
         values = _Shared.apply(part, value, places == indices, torch.ones_like(indices))
     kind: Any = torch.return_types.max if largest else torch.return_types.min

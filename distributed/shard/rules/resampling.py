@@ -46,13 +46,21 @@ SMOOTH = {1: ("linear",), 2: ("bilinear", "bicubic"), 3: ("trilinear",)}  # mode
 
 @spatial_rule("max_pool")
 def max_pool(
-    func: Callable, x: Tensor, splits: Splits, kernel_size: PerAxis, stride: PerAxis | None = None,
-    padding: PerAxis = 0, dilation: PerAxis = 1, ceil_mode: bool = False, return_indices: bool = False,
-) -> Output:  # fmt: skip
+    func: Callable,
+    x: Tensor,
+    splits: Splits,
+    kernel_size: PerAxis,
+    stride: PerAxis | None = None,
+    padding: PerAxis = 0,
+    dilation: PerAxis = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Output:
     """max_pool1d, 2d, 3d without indices: x (B, C, ...) or (C, ...), func as of torch.nn.functional."""
     stride = stride or kernel_size
     along = pool_windows(func, x, kernel_size, stride, padding, dilation)
     shape = output_shape(func, x, splits, along, ceil_mode)
+    # Rows of padding must never be the maximum.
     lowest = -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
     x, new, _ = extended(x, splits, along, shape, lowest)
     if 0 in shape:
@@ -62,9 +70,16 @@ def max_pool(
 
 @spatial_rule("avg_pool")
 def avg_pool(
-    func: Callable, x: Tensor, splits: Splits, kernel_size: PerAxis, stride: PerAxis | None = None,
-    padding: PerAxis = 0, ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
-) -> Output:  # fmt: skip
+    func: Callable,
+    x: Tensor,
+    splits: Splits,
+    kernel_size: PerAxis,
+    stride: PerAxis | None = None,
+    padding: PerAxis = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Output:
     """avg_pool1d, 2d, 3d: x (B, C, ...) or (C, ...)."""
     stride = stride or kernel_size
     along = pool_windows(func, x, kernel_size, stride, padding)
@@ -74,14 +89,22 @@ def avg_pool(
         return no_outputs(x, shape), new
     divisor = () if DIMENSIONS[func] == 1 else (divisor_override,)
     y = func(x, kernel_size, stride, left(along, splits), ceil_mode, count_include_pad, *divisor)
-    for dim, outputs in own.items() if divisor_override is None else ():
-        # The plain operation has divided by all rows of a window, even by those outside of the whole dimension.
-        w, rows = along[dim], sum(splits[dim][0])
-        low, high = (-w.before, rows + w.before) if count_include_pad else (0, rows)
-        ends = [w.interval(j, j + 1) for j in range(*outputs)]
-        factors = [w.kernel / (min(last, high) - max(first, low)) for first, last in ends]
+    if divisor_override is not None:
+        return y, new
+
+    # The plain operation has divided by all rows of a window, even by those outside of the whole dimension.
+    for dim, outputs in own.items():
+        window = along[dim]
+        rows = sum(splits[dim][0])
+        low, high = (-window.before, rows + window.before) if count_include_pad else (0, rows)
+        factors = []
+        for j in range(*outputs):
+            first, last = window.interval(j, j + 1)
+            counted = min(last, high) - max(first, low)
+            factors.append(window.kernel / counted)
         if any(factor != 1 for factor in factors):
-            y = y * tensor_on(y.device, factors, y.dtype).view(-1, *[1] * (y.ndim - 1 - dim))
+            dims_behind = y.ndim - 1 - dim
+            y = y * tensor_on(y.device, factors, y.dtype).view(-1, *[1] * dims_behind)
     return y, new
 
 
@@ -89,10 +112,12 @@ def pool_windows(
     func: Callable, x: Tensor, kernel_size: PerAxis, stride: PerAxis, padding: PerAxis, dilation: PerAxis = 1
 ) -> dict[int, Window]:
     """{spatial dimension: its Window}. Raises ValueError for more padding than half of a window."""
-    along = windows_of(range(x.ndim - DIMENSIONS[func], x.ndim), kernel_size, stride, padding, dilation)
-    for w in along.values():
-        if 2 * w.before > w.reach + 1:
-            raise ValueError(f"{func.__name__}: padding {w.before} is more than half of the window of {w.kernel}")
+    dims = range(x.ndim - DIMENSIONS[func], x.ndim)
+    along = windows_of(dims, kernel_size, stride, padding, dilation)
+    for window in along.values():
+        before, kernel = window.before, window.kernel
+        if 2 * before > window.reach + 1:
+            raise ValueError(f"{func.__name__}: padding {before} is more than half of the window of {kernel}")
     return along
 
 
@@ -102,27 +127,40 @@ def left(along: dict[int, Window], splits: Splits) -> list[int]:
 
 
 @spatial_rule("adaptive_max_pool")
-def adaptive_pool(func: Callable, x: Tensor, splits: Splits, output_size: Any, return_indices: bool = False) -> Output:
+def adaptive_pool(
+    func: Callable,
+    x: Tensor,
+    splits: Splits,
+    output_size: Any,
+    return_indices: bool = False,
+) -> Output:
     """adaptive_avg_pool and adaptive_max_pool 1d, 2d, 3d, without indices.
 
     Output j covers the rows [floor(j * rows / outputs), ceil((j + 1) * rows / outputs)). output_size: one for all
     dimensions or one for each; None keeps the number of rows.
     """
-    count, dtype, new = DIMENSIONS[func], x.dtype, {}
-    shape = [*x.shape[: x.ndim - count], *spatial(output_size, count)]
-    for dim in range(x.ndim - count, x.ndim):
+    count = DIMENSIONS[func]
+    dtype = x.dtype
+    first_spatial = x.ndim - count
+    new = {}
+    shape = [*x.shape[:first_spatial], *spatial(output_size, count)]
+    for dim in range(first_spatial, x.ndim):
         rows = whole_length(x, dim, splits)
-        length = shape[dim] = rows if shape[dim] is None else shape[dim]
+        length = rows if shape[dim] is None else shape[dim]
+        shape[dim] = length
         if dim not in splits:
             continue
-        new[dim] = in_proportion(splits[dim][0], length)
+        sizes, group = splits[dim]
+        new[dim] = in_proportion(sizes, length)
         covered = [(j * rows // length, -(-(j + 1) * rows // length)) for j in range(length)]
-        weights = [[1 / (b - a)] * (b - a) for a, b in covered] if func in AVERAGES else None
+        weights = None
+        if func in AVERAGES:
+            weights = [[1 / (b - a)] * (b - a) for a, b in covered]
         x = read(x, dim, splits[dim], new[dim], covered, weights)
-        shape[dim] = new[dim][splits[dim][1].rank]
+        shape[dim] = new[dim][group.rank]
     if 0 in shape:
         return no_outputs(x.to(dtype), shape), new
-    return func(x, shape[x.ndim - count :]).to(dtype), new
+    return func(x, shape[first_spatial:]).to(dtype), new
 
 
 @rule(*AVERAGES)
@@ -135,19 +173,34 @@ def adaptive_avg_pooling(func: Callable, input: ShardTensor, output_size: PerAxi
     return spatially(adaptive_pool, func, input, output_size)
 
 
-@rule(*(f for kind in ("max", "adaptive_max") for n in (1, 2, 3) for f in named(f"{kind}_pool{n}d_with_indices")))
+MAXIMA_WITH_INDICES = [f"{kind}_pool{n}d_with_indices" for kind in ("max", "adaptive_max") for n in (1, 2, 3)]
+
+
+@rule(*named(*MAXIMA_WITH_INDICES))
 @rule(torch.adaptive_max_pool1d)  # always returns indices
-def with_indices(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> tuple[ShardTensor, ...]:
+def with_indices(
+    func: Callable,
+    input: ShardTensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[ShardTensor, ...]:
     """(maxima, their places in the whole image): each rank has whole images of some channels or samples meanwhile."""
     return on_whole(input, images(input, func), lambda part: func(part, *args, **kwargs), resizes=True)
 
 
 @rule(torch._C._nn.max_unpool2d, torch._C._nn.max_unpool3d)
-def unpool(func: Callable, input: ShardTensor, indices: Tensor, output_size: Sequence[int], *args: Any) -> ShardTensor:
+def unpool(
+    func: Callable,
+    input: ShardTensor,
+    indices: Tensor,
+    output_size: Sequence[int],
+    *args: Any,
+) -> ShardTensor:
     """Put values at places in the whole image, on whole images of some channels or samples."""
     dims = images(input, func)
     x = made_whole(input, dims)
-    part, places = local(x), fitted(reduced(indices), x.spec)
+    part = local(x)
+    places = fitted(reduced(indices), x.spec)
     out = x.spec.resized(dict(zip(dims, output_size, strict=True)))
     y = func(part, places, output_size, *args) if part.numel() else no_outputs(part, out.local_shape)
     return as_before(wrap(y, out), input.spec)
@@ -155,30 +208,49 @@ def unpool(func: Callable, input: ShardTensor, indices: Tensor, output_size: Seq
 
 @rule(F.interpolate)
 def interpolate(
-    func: Callable, input: ShardTensor, size: PerAxis | None = None,
-    scale_factor: float | Sequence[float] | None = None, mode: str = "nearest", align_corners: bool | None = None,
-    recompute_scale_factor: bool | None = None, antialias: bool = False,
-) -> ShardTensor:  # fmt: skip
+    func: Callable,
+    input: ShardTensor,
+    size: PerAxis | None = None,
+    scale_factor: float | Sequence[float] | None = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> ShardTensor:
     """Every mode: weighted sums of rows along split dimensions, then the plain operation along the others."""
-    given, count = reduced(input), len(input.spec.dims) - 2
-    splits, x = splits_of(given, range(2, count + 2)), local(given)
+    given = reduced(input)
+    count = len(input.spec.dims) - 2
+    dims = range(2, count + 2)
+    splits = splits_of(given, dims)
+    x = local(given)
     options = size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
     if not splits:
         return resulting(given, func(x, *options), {})
-    lengths = list(func(torch.empty(given.spec.shape, device="meta"), *options).shape[2:])
+
+    # The size of the output and the scale of each dimension, as the plain operation has them.
+    meta = torch.empty(given.spec.shape, device="meta")
+    lengths = list(func(meta, *options).shape[2:])
     scales: list[Any] = [None] * count if recompute_scale_factor else list(spatial(scale_factor, count))
     if mode == "area":
         return adaptive_avg_pooling(getattr(F, f"adaptive_avg_pool{count}d"), given, lengths)
-    if mode not in (*NEAREST, *SMOOTH[count]) or (antialias and count != 2):
+    is_known = mode in NEAREST or mode in SMOOTH[count]
+    if not is_known or (antialias and count != 2):
         raise no_rule(func, (given,), {}, f"mode '{mode}'" + antialias * " with antialias")
-    dtype, new = x.dtype, {}
-    for i, dim in enumerate(range(2, count + 2)):
-        if dim in splits:
-            sizes, length = splits[dim][0], lengths[i]
-            new[dim] = in_proportion(sizes, length)
-            places, weights = rows_read(mode, sum(sizes), length, scales[i], align_corners, antialias)
-            x = read(x, dim, splits[dim], new[dim], places, None if mode in NEAREST else weights)
-            lengths[i], scales[i] = x.shape[dim], scales[i] and 1.0
+
+    # Weighted sums of rows along the split dimensions.
+    dtype = x.dtype
+    new = {}
+    for i, dim in enumerate(dims):
+        if dim not in splits:
+            continue
+        sizes, _ = splits[dim]
+        new[dim] = in_proportion(sizes, lengths[i])
+        places, weights = rows_read(mode, sum(sizes), lengths[i], scales[i], align_corners, antialias)
+        x = read(x, dim, splits[dim], new[dim], places, None if mode in NEAREST else weights)
+        lengths[i] = x.shape[dim]  # done: the plain operation below keeps these rows
+        scales[i] = scales[i] and 1.0
+
+    # The plain operation along the others.
     shape = (*x.shape[:2], *lengths)
     if 0 in shape:
         x = no_outputs(x, shape)
@@ -191,60 +263,95 @@ def interpolate(
 @lru_cache(maxsize=64)
 @torch.compiler.assume_constant_result
 def rows_read(
-    mode: str, rows: int, length: int, scale: float | None, align_corners: bool | None, antialias: bool
+    mode: str,
+    rows: int,
+    length: int,
+    scale: float | None,
+    align_corners: bool | None,
+    antialias: bool,
 ) -> tuple[tuple[Interval, ...], tuple[tuple[float, ...], ...]]:
     """The rows [first, last) that each output reads, and their weights, which the plain operation shows."""
 
     def plain(x: Tensor) -> Tensor:  # (rows, n) -> (length, n)
         # Two columns: of one column torch 2.13 computes every output as the first.
-        x = x.to(torch.float64).mT[None, :, :, None].repeat(1, 1, 1, 2)
+        planes = x.to(torch.float64).mT[None, :, :, None].repeat(1, 1, 1, 2)  # (1, n, rows, 2)
         how = {"size": (length, 2)} if scale is None else {"scale_factor": (scale, 1.0)}
-        plane = {"linear": "bilinear", "trilinear": "bilinear"}.get(mode, mode)
-        return F.interpolate(x, mode=plane, align_corners=align_corners, antialias=antialias, **how)[0, :, :, 0].mT
+        plane_mode = {"linear": "bilinear", "trilinear": "bilinear"}.get(mode, mode)
+        y = F.interpolate(planes, mode=plane_mode, align_corners=align_corners, antialias=antialias, **how)
+        return y[0, :, :, 0].mT
 
+    intervals = []
+    weights = []
     if mode == "bicubic" or antialias:
-        every = plain(torch.eye(rows))
-        places = every.ne(0)
-        starts = places.int().argmax(1)
-        ends = rows - places.flip(1).int().argmax(1)
-        read = tuple(zip(starts.tolist(), ends.tolist(), strict=True))
-        return read, tuple(tuple(row[a:b]) for row, (a, b) in zip(every.tolist(), read, strict=True))
-    at = [round(place, 9) for place in plain(torch.arange(rows)[:, None]).flatten().tolist()]
-    read = tuple((math.floor(place), math.floor(place) + 1 + (place % 1 > 0)) for place in at)
-    return read, tuple((1 - place % 1, place % 1) if place % 1 else (1.0,) for place in at)
+        # Every row alone shows its weight for each output.
+        every = plain(torch.eye(rows))  # (length, rows)
+        is_read = every.ne(0)
+        starts = is_read.int().argmax(1).tolist()
+        behind = is_read.flip(1).int().argmax(1).tolist()
+        for row, first, n in zip(every.tolist(), starts, behind, strict=True):
+            last = rows - n
+            intervals.append((first, last))
+            weights.append(tuple(row[first:last]))
+    else:
+        # Linear and nearest: an output of the row numbers is the place between the two rows that it reads.
+        numbers = torch.arange(rows)[:, None]
+        for place in plain(numbers).flatten().tolist():
+            place = round(place, 9)
+            first = math.floor(place)
+            fraction = place % 1
+            if fraction:
+                intervals.append((first, first + 2))
+                weights.append((1 - fraction, fraction))
+            else:
+                intervals.append((first, first + 1))
+                weights.append((1.0,))
+    return tuple(intervals), tuple(weights)
 
 
 @rule(*named("pad"))
 def pad(
-    func: Callable, input: ShardTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+    func: Callable,
+    input: ShardTensor,
+    pad: Sequence[int],
+    mode: str = "constant",
+    value: float | None = None,
 ) -> ShardTensor:
     """Pad. In a split dimension the first and the last rank with rows hold the padding.
 
     Raises ValueError if padding for reflect, replicate or circular is longer than the plain operation allows.
     """
     given = reduced(input)
-    x, left, new = local(given), list(pad), {}
+    x = local(given)
+    left = list(pad)  # for the plain operation: that of dimensions which are not split
+    new = {}
     for i in range(0, len(pad), 2):
-        dim, (before, after) = x.ndim - 1 - i // 2, pad[i : i + 2]
+        dim = x.ndim - 1 - i // 2  # the last dimension comes first
+        before, after = pad[i : i + 2]
         if before == after == 0 or not given.spec.is_split(dim):
             continue
         (split,) = splits_of(given, [dim]).values()
-        left[i] = left[i + 1] = 0
+        left[i] = 0
+        left[i + 1] = 0
         rows = sum(split[0])
+        length = before + rows + after
         most = {"circular": rows, "reflect": rows - 1}.get(mode, math.inf)
-        if before + after + rows < 0 or (mode != "constant" and not (0 <= before <= most and 0 <= after <= most)):
+        is_allowed = mode == "constant" or (0 <= before <= most and 0 <= after <= most)
+        if length < 0 or not is_allowed:
             raise ValueError(f"pad: {mode} of {rows} rows by {before} before and {after} after")
         window = Window(1, 1, before, after)
-        new[dim] = window.output_sizes(split[0], rows + before + after)
+        new[dim] = window.output_sizes(split[0], length)
         if mode in ("reflect", "replicate"):
             inside = [mirrored(row, rows - 1, mode) for row in range(-before, rows + after)]
             x = read(x, dim, split, new[dim], [(row, row + 1) for row in inside])
         else:
             periodic = mode == "circular"
-            coming, *_ = request(x, dim, split, new[dim], window.interval, periodic=periodic, fill=value or 0)
-            x = coming.rows() if coming.joined else coming.rows().clone()
-    mode = mode if x.numel() else "constant"  # other modes reject empty tensors
-    x = F.pad(x, left, mode, value if mode == "constant" else None) if any(left) else x
+            pending, *_ = request(x, dim, split, new[dim], window.interval, periodic=periodic, fill=value or 0)
+            x = pending.rows()
+            if not pending.joined:  # a view: padding gives memory of its own
+                x = x.clone()
+    if any(left):
+        own_mode = mode if x.numel() else "constant"  # other modes reject empty tensors
+        x = F.pad(x, left, own_mode, value if own_mode == "constant" else None)
     return resulting(given, x, new)
 
 

@@ -13,7 +13,12 @@ from distributed.shard.operands import fitted, gradient_spec, reduced, written
 from distributed.shard.tensor import ShardTensor
 
 
-def change_row(func: Callable, row: ShardTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ShardTensor:
+def change_row(
+    func: Callable,
+    row: ShardTensor,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> ShardTensor:
     """Call func(row, *args, **kwargs), an elementwise function that changes the row in place, and the tensor with it.
 
     row: as indexing gives it, of which row_of is the tensor and is_own_row tells whether this rank holds it.

@@ -25,15 +25,21 @@ from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rul
 Cut = dict[int, Sizes]  # {mesh dimension: sizes of its ranks}
 
 
-def regrouped(axes: Iterable[Axis], shape: Sequence[int], cut: Cut) -> tuple[Axes, ...] | None:
+def regrouped(
+    axes: Iterable[Axis],
+    shape: Sequence[int],
+    cut: Cut,
+) -> tuple[Axes, ...] | None:
     """The axes of each dimension of a new `shape` with the same elements in the same order.
 
     If the new shape breaks up pieces of a split axis, `cut` receives the sizes that its pieces must have. Returns None
     if no sizes would do.
     """
-    left, dims = list(axes)[::-1], []
+    left = list(axes)[::-1]  # the outermost axis is the last of the list
+    dims = []
     for size in shape:
-        taken, missing = [], size
+        taken = []
+        missing = size  # elements that the axes of this dimension still lack
         while missing != 1:
             if not left:
                 return None
@@ -45,11 +51,13 @@ def regrouped(axes: Iterable[Axis], shape: Sequence[int], cut: Cut) -> tuple[Axe
                 taken.append(axis)
                 missing //= axis.size
             elif axis.size and axis.size % missing == 0:
+                # Break up the axis: its inner part belongs to the next dimension.
                 inner = axis.size // missing
                 sizes = axis.sizes and _multiples(axis.sizes, inner)
                 if sizes is not None and sizes != axis.sizes:
                     cut[axis.mesh_dim] = sizes
-                taken.append(Axis(missing, axis.mesh_dim, sizes and tuple(n // inner for n in sizes)))
+                outer_sizes = sizes and tuple([n // inner for n in sizes])
+                taken.append(Axis(missing, axis.mesh_dim, outer_sizes))
                 left.append(Axis(inner))
                 missing = 1
             else:
@@ -59,41 +67,69 @@ def regrouped(axes: Iterable[Axis], shape: Sequence[int], cut: Cut) -> tuple[Axe
         if not dims:
             return None
         dims[-1] += left[::-1]
-    return tuple(merged(taken) for taken in dims)
+    return tuple([merged(taken) for taken in dims])
 
 
 def _multiples(sizes, n):
     """The sizes nearest to `sizes` that are multiples of n."""
-    return tuple([b - a for a, b in pairwise([0, *[(end + n // 2) // n * n for end in accumulate(sizes)]])])
+    ends = [0]
+    for end in accumulate(sizes):
+        ends.append((end + n // 2) // n * n)
+    return tuple([b - a for a, b in pairwise(ends)])
 
 
 def _regrouped_behind(dims, shape, at, cut):
     """Regroup the dimensions in front of dimension `at`, which has elements ahead, and all others behind it."""
-    front = math.prod([axis.size for axis in chain(*dims[:at])])
-    place = next((i for i in range(len(shape)) if math.prod(shape[:i]) == front and shape[i] != 1), None)
-    axes, behind = [*chain(*dims[at:])], [*chain(*dims[at + 1 :])]
-    if place is None or over(behind):
+    in_front = list(chain(*dims[:at]))
+    axes = list(chain(*dims[at:]))
+    behind = list(chain(*dims[at + 1 :]))
+
+    # The new dimension that begins where dimension `at` does: it receives the elements ahead.
+    front_size = _size_of(in_front)
+    candidates = [i for i in range(len(shape)) if math.prod(shape[:i]) == front_size and shape[i] != 1]
+    if not candidates or over(behind):
         return None
-    inner, ahead = math.prod(shape[place + 1 :]), axes[0].ahead * math.prod([axis.size for axis in behind])
-    outer = math.prod([axis.size for axis in axes]) // max(inner, 1)
-    new = regrouped([axes[0]._replace(ahead=0), *axes[1:]], (outer, *shape[place + 1 :]), cut)
-    before = regrouped(chain(*dims[:at]), shape[:place], cut)
-    if before is None or new is None or not new[0] or cut or ahead % inner or outer + ahead // inner != shape[place]:
+    place = candidates[0]
+    inner_shape = shape[place + 1 :]
+    inner = math.prod(inner_shape)
+    ahead = axes[0].ahead * _size_of(behind)
+    outer = _size_of(axes) // max(inner, 1)
+    without_ahead = [axes[0]._replace(ahead=0), *axes[1:]]
+    new = regrouped(without_ahead, (outer, *inner_shape), cut)
+    before = regrouped(in_front, shape[:place], cut)
+    if before is None or new is None or not new[0] or cut:
         return None
-    return (*before, (new[0][0]._replace(ahead=ahead // inner), *new[0][1:]), *new[1:])
+    if ahead % inner or outer + ahead // inner != shape[place]:
+        return None
+    first, *others = new[0]
+    first = first._replace(ahead=ahead // inner)
+    return (*before, (first, *others), *new[1:])
 
 
-def reshaped_spec(func: Callable, x: ShardTensor, shape: list[int]) -> tuple[Spec, Cut]:
+def _size_of(axes):
+    """The number of elements of a product of axes, without those ahead."""
+    return math.prod([axis.size for axis in axes])
+
+
+def reshaped_spec(
+    func: Callable,
+    x: ShardTensor,
+    shape: list[int],
+) -> tuple[Spec, Cut]:
     """The spec of x in a new global shape, and the sizes in which it must be cut before. One size may be -1."""
     cut: Cut = {}
     spec = x.spec
+    count = spec.shape.numel()
     if -1 in shape:
         known = -math.prod(shape)
-        shape[shape.index(-1)] = spec.shape.numel() // known if known else 0
-    if math.prod(shape) != spec.shape.numel():
-        raise RuntimeError(f"shape '{shape}' is invalid for input of size {spec.shape.numel()}")
-    at = next((d for d, axes in enumerate(spec.dims) if axes and axes[0].ahead), None)
-    dims = regrouped(chain(*spec.dims), shape, cut) if at is None else _regrouped_behind(spec.dims, shape, at, cut)
+        shape[shape.index(-1)] = count // known if known else 0
+    if math.prod(shape) != count:
+        raise RuntimeError(f"shape '{shape}' is invalid for input of size {count}")
+    with_ahead = [d for d, axes in enumerate(spec.dims) if axes and axes[0].ahead]
+    if with_ahead:
+        dims = _regrouped_behind(spec.dims, shape, with_ahead[0], cut)
+    else:
+        dims = regrouped(chain(*spec.dims), shape, cut)
     if dims is None:
         raise no_rule(func, (x,), {}, f"the new shape {shape} does not keep the ranks' pieces together")
     return spec.with_dims(dims), cut
@@ -108,8 +144,11 @@ def reshaped(func: Callable, x: ShardTensor, shape: Iterable[int]) -> ShardTenso
 
 def in_shape(func: Callable, x: ShardTensor, new: Spec, cut: Cut) -> ShardTensor:
     """The tensor in the shape of a result of reshaped_spec."""
-    part = recut(local(x), x.spec, cut)[0] if cut else x
-    return wrap_result(part.view(new.local_shape) if func == Tensor.view else part.reshape(new.local_shape), new)
+    part: Tensor = x
+    if cut:
+        part, _ = recut(local(x), x.spec, cut)
+    part = part.view(new.local_shape) if func == Tensor.view else part.reshape(new.local_shape)
+    return wrap_result(part, new)
 
 
 @rule(*named("reshape", "view", "view_as", "reshape_as"))
@@ -120,21 +159,31 @@ def reshape(func: Callable, input: ShardTensor, *shape: Any, **keywords: Any) ->
     return reshaped(func, input, numbers(shape, keywords))
 
 
-def numbers(given: Sequence[Any], keywords: dict[str, Any]) -> tuple[int, ...]:
+def numbers(
+    given: Sequence[Any],
+    keywords: dict[str, Any],
+) -> tuple[int, ...]:
     """Arguments as a tuple of numbers: 2, 3; (2, 3); a tensor of this shape; or one of them by its name."""
     given = given or tuple(keywords.values())
     if len(given) == 1 and isinstance(given[0], Tensor):
         return tuple(global_shape(given[0]))
-    return tuple(given[0] if given and isinstance(given[0], Sequence) else given)
+    is_one_tuple = given and isinstance(given[0], Sequence)
+    return tuple(given[0] if is_one_tuple else given)
 
 
 @rule(*named("flatten", "ravel"))
-def flatten(func: Callable, x: ShardTensor, start_dim: int = 0, end_dim: int = -1) -> ShardTensor:
+def flatten(
+    func: Callable,
+    x: ShardTensor,
+    start_dim: int = 0,
+    end_dim: int = -1,
+) -> ShardTensor:
     """Flatten several dimensions to one, which keeps their axes."""
 
     def flattened():
         shape = x.spec.shape or (1,)
-        start, end = start_dim % len(shape), end_dim % len(shape)
+        start = start_dim % len(shape)
+        end = end_dim % len(shape)
         length = math.prod(shape[start : end + 1])
         return reshaped_spec(func, x, [*shape[:start], length, *shape[end + 1 :]])
 
@@ -145,8 +194,12 @@ def flatten(func: Callable, x: ShardTensor, start_dim: int = 0, end_dim: int = -
 @rule(*named("unflatten"))
 def unflatten(func: Callable, x: ShardTensor, dim: int, sizes: Iterable[int]) -> ShardTensor:
     """Distribute the axes of one dimension over several. One size may be -1."""
-    shape, dim, sizes = x.spec.shape, dim % len(x.spec.dims), list(sizes)
-    sizes = [n if n != -1 else shape[dim] // -math.prod(sizes) for n in sizes]
+    shape = x.spec.shape
+    dim = dim % len(shape)
+    sizes = list(sizes)
+    if -1 in sizes:
+        known = -math.prod(sizes)
+        sizes[sizes.index(-1)] = shape[dim] // known
     if math.prod(sizes) != shape[dim]:
         raise RuntimeError(f"unflatten: sizes {sizes} do not multiply up to {shape[dim]}, the size of dimension {dim}")
     return reshaped(func, x, (*shape[:dim], *sizes, *shape[dim + 1 :]))
@@ -155,7 +208,8 @@ def unflatten(func: Callable, x: ShardTensor, dim: int, sizes: Iterable[int]) ->
 @rule(*named("permute"))
 def permute(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> ShardTensor:
     """Reorder dimensions, given as numbers or as one tuple, together with their axes."""
-    dims, spec = numbers(dims, keywords), input.spec
+    dims = numbers(dims, keywords)
+    spec = input.spec
     if len(dims) != len(spec.dims):
         raise RuntimeError(f"permute: {len(dims)} dimensions of a tensor of {len(spec.dims)}")
     new = spec.derived(("permute", dims), lambda: spec.with_dims([spec.dims[d] for d in dims]))
@@ -220,11 +274,16 @@ def unsqueeze(func: Callable, x: ShardTensor, dim: int) -> ShardTensor:
 
 
 @rule(*named("squeeze"))
-def squeeze(func: Callable, x: ShardTensor, dim: int | Sequence[int] | None = None) -> ShardTensor:
+def squeeze(
+    func: Callable,
+    x: ShardTensor,
+    dim: int | Sequence[int] | None = None,
+) -> ShardTensor:
     """Remove dimensions of global size 1. One may be split: then one rank holds its only row."""
     spec = x.spec
-    gone = () if dim == () else tuple(d for d in dims_of(spec, dim) if spec.shape[d] == 1)
-    return dispatch(Tensor.__getitem__, x, tuple([0 if d in gone else slice(None) for d in range(len(spec.dims))]))
+    gone = () if dim == () else tuple([d for d in dims_of(spec, dim) if spec.shape[d] == 1])
+    index = [0 if d in gone else slice(None) for d in range(len(spec.dims))]
+    return dispatch(Tensor.__getitem__, x, tuple(index))
 
 
 @rule(*named("expand", "expand_as", "broadcast_to"))
@@ -234,14 +293,17 @@ def expand(func: Callable, x: Tensor, *shape: Any, **keywords: Any) -> ShardTens
     A plain tensor that is expanded as a ShardTensor is split as that is.
     """
     if not isinstance(x, ShardTensor):
-        like = gradient_spec(next(iter((*shape, *keywords.values()))).spec)
+        other = next(iter((*shape, *keywords.values())))
+        like = gradient_spec(other.spec)
         return wrap(fitted(x, like).expand(like.local_shape), like)
     shape = numbers(shape, keywords)
-    ahead = len(shape) - len(x.spec.dims)
-    dims, sizes = [], []
+    ahead = len(shape) - len(x.spec.dims)  # new dimensions
+    dims = []
+    sizes = []
     for dim, size in enumerate(shape):
-        axes = x.spec.dims[dim - ahead] if dim >= ahead else ()
-        grows = dim < ahead or (size != -1 and size != x.spec.shape[dim - ahead])
+        is_new = dim < ahead
+        axes = () if is_new else x.spec.dims[dim - ahead]
+        grows = is_new or (size != -1 and size != x.spec.shape[dim - ahead])
         if grows and over(axes):
             raise no_rule(func, (x,), {}, "a split dimension of size 1 cannot grow")
         dims.append(whole(size) if grows else axes)
@@ -252,19 +314,26 @@ def expand(func: Callable, x: Tensor, *shape: Any, **keywords: Any) -> ShardTens
 @rule(*named("pixel_shuffle"))
 def pixel_shuffle(func: Callable, input: ShardTensor, factor: int) -> ShardTensor:
     """(..., C r^2, H, W) -> (..., C, H r, W r)."""
-    x = movedim(func, unflatten(func, input, -3, (-1, factor, factor)), (-4, -3), (-3, -1))
-    return flatten(func, flatten(func, x, -2), -3, -2)
+    x = unflatten(func, input, -3, (-1, factor, factor))  # (..., C, r, r, H, W)
+    x = movedim(func, x, (-4, -3), (-3, -1))  # (..., C, H, r, W, r)
+    x = flatten(func, x, -2)
+    return flatten(func, x, -3, -2)
 
 
 @rule(*named("pixel_unshuffle"))
 def pixel_unshuffle(func: Callable, input: ShardTensor, factor: int) -> ShardTensor:
     """(..., C, H r, W r) -> (..., C r^2, H, W)."""
-    x = unflatten(func, unflatten(func, input, -1, (-1, factor)), -3, (-1, factor))
-    return flatten(func, movedim(func, x, (-3, -1), (-4, -3)), -5, -3)
+    x = unflatten(func, input, -1, (-1, factor))
+    x = unflatten(func, x, -3, (-1, factor))  # (..., C, H, r, W, r)
+    x = movedim(func, x, (-3, -1), (-4, -3))  # (..., C, r, r, H, W)
+    return flatten(func, x, -5, -3)
 
 
 @rule(torch.broadcast_tensors)
 def broadcast_tensors(func: Callable, *tensors: Tensor) -> list[Tensor]:
     """All tensors in the shape that they broadcast to."""
     shape = torch.broadcast_shapes(*map(global_shape, tensors))
-    return [expand(func, x, shape) if isinstance(x, ShardTensor) else x.expand(shape) for x in tensors]
+    result = []
+    for x in tensors:
+        result.append(expand(func, x, shape) if isinstance(x, ShardTensor) else x.expand(shape))
+    return result

@@ -19,13 +19,25 @@ import torch
 from torch import Tensor
 
 from distributed.collectives import Group, Sizes, at_least_float32, tensor_on
-from distributed.halo import Fetch, Interval, bounds
+from distributed.halo import HaloExchange, Interval, bounds
 from distributed.shard.operands import reduced, shared
 from distributed.shard.tensor import Rule, ShardTensor, flat, local, named, no_rule, rule, wrap
 from networks.vit import PerAxis
 
-KINDS = "conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "max_unpool"
-DIMENSIONS = {f: n for n in (1, 2, 3) for k in KINDS for f in named(f"{k}{n}d", f"{k}{n}d_with_indices")}
+KINDS = (
+    "conv",
+    "conv_transpose",
+    "max_pool",
+    "avg_pool",
+    "adaptive_avg_pool",
+    "adaptive_max_pool",
+    "max_unpool",
+)
+DIMENSIONS: dict[Callable, int] = {}  # {function: number of its spatial dimensions}
+for _count in (1, 2, 3):
+    for _kind in KINDS:
+        _name = f"{_kind}{_count}d"
+        DIMENSIONS |= dict.fromkeys(named(_name, f"{_name}_with_indices"), _count)
 CONVOLUTIONS = {f for f in DIMENSIONS if f.__name__.startswith("conv")}  # they mix channels
 Padding = PerAxis | Literal["same", "valid"]
 Splits = Mapping[int, tuple[Sizes, Group]]  # {dimension: (sizes of all ranks, Group)}
@@ -52,7 +64,9 @@ class Window(NamedTuple):
 
     def interval(self, first: int, last: int) -> Interval:
         """The rows that the outputs [first, last) read; there is at least one."""
-        return first * self.stride - self.before, (last - 1) * self.stride - self.before + self.reach + 1
+        first_row = first * self.stride - self.before
+        last_row = (last - 1) * self.stride - self.before + self.reach
+        return first_row, last_row + 1
 
     def output_sizes(self, sizes: Sizes, length: int) -> Sizes:
         """Number of outputs of each rank: an output belongs to the rank that holds the middle of its window.
@@ -66,7 +80,14 @@ class Window(NamedTuple):
 def cut(sizes: Sizes, length: int, place: Callable[..., int]) -> Sizes:
     """Sizes of `length` outputs on each rank. place(row): the first output that belongs to this row or a later one."""
     rows = sum(sizes)
-    ends = [length if end == rows else min(max(place(end), 0), length) * (end > 0) for end in accumulate(sizes)]
+    ends = []
+    for end in accumulate(sizes):
+        if end == rows:
+            ends.append(length)  # every output has an owner
+        elif end == 0:
+            ends.append(0)  # ranks without rows have no outputs
+        else:
+            ends.append(min(max(place(end), 0), length))
     return tuple([end - start for start, end in pairwise([0, *ends])])
 
 
@@ -85,16 +106,21 @@ def windows_of(
     dims: range, kernel: PerAxis, stride: PerAxis = 1, padding: Padding = 0, dilation: PerAxis = 1
 ) -> dict[int, Window]:
     """{dimension: its Window} for spatial dimensions. Raises ValueError for padding='same' with a stride."""
-    kernel, stride, dilation = (spatial(values, len(dims)) for values in (kernel, stride, dilation))
-    if padding == "same":
-        totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
-        pads = [(n // 2, n - n // 2) for n in totals]
-        if any(s != 1 for s in stride):
-            raise ValueError("padding='same' is not supported for strided convolutions")
-    else:
-        pads = [(p, p) for p in spatial(0 if padding == "valid" else padding, len(dims))]
-    windows = [Window(k, s, *p, d) for k, s, p, d in zip(kernel, stride, pads, dilation, strict=True)]
-    return dict(zip(dims, windows, strict=True))
+    count = len(dims)
+    kernels = spatial(kernel, count)
+    strides = spatial(stride, count)
+    dilations = spatial(dilation, count)
+    if padding == "same" and any(s != 1 for s in strides):
+        raise ValueError("padding='same' is not supported for strided convolutions")
+    pads = spatial(0 if padding in ("same", "valid") else padding, count)
+    windows = {}
+    for dim, k, s, d, pad in zip(dims, kernels, strides, dilations, pads, strict=True):
+        window = Window(k, s, before=pad, after=pad, dilation=d)
+        if padding == "same":
+            half = window.reach // 2
+            window = window._replace(before=half, after=window.reach - half)
+        windows[dim] = window
+    return windows
 
 
 def whole_length(x: Tensor, dim: int, splits: Splits) -> int:
@@ -103,23 +129,28 @@ def whole_length(x: Tensor, dim: int, splits: Splits) -> int:
 
 
 def output_shape(
-    func: Callable, x: Tensor, splits: Splits, along: Mapping[int, Window], ceil_mode: bool = False
+    func: Callable,
+    x: Tensor,
+    splits: Splits,
+    along: Mapping[int, Window],
+    ceil_mode: bool = False,
 ) -> list[int]:
     """The shape of the whole output, with the channels of x. Raises ValueError where a window is longer than the rows.
 
     ceil_mode: an incomplete last window counts unless it begins in the padding.
     """
     shape = list(x.shape)
-    for dim, w in along.items():
+    for dim, window in along.items():
         rows = whole_length(x, dim, splits)
-        shape[dim] = w.length(rows)
+        shape[dim] = window.length(rows)
         if ceil_mode:
-            more = w._replace(after=w.after + w.stride - 1).length(rows)
-            shape[dim] = more - ((more - 1) * w.stride >= rows + w.before)
+            longer = window._replace(after=window.after + window.stride - 1)
+            count = longer.length(rows)
+            last_begins_in_padding = (count - 1) * window.stride >= rows + window.before
+            shape[dim] = count - 1 if last_begins_in_padding else count
         if shape[dim] < 1:
-            raise ValueError(
-                f"{func.__name__}: a window of {w.reach + 1} rows on {rows}, padded by {w.before + w.after}"
-            )
+            padded = window.before + window.after
+            raise ValueError(f"{func.__name__}: a window of {window.reach + 1} rows on {rows}, padded by {padded}")
     return shape
 
 
@@ -133,39 +164,63 @@ def no_outputs(x: Tensor, shape: Sequence[int], *weights: Tensor | None) -> Tens
 
 
 def request(
-    x: Tensor, dim: int, split: tuple[Sizes, Group], new: Sizes, interval: Callable[[int, int], Interval],
+    x: Tensor,
+    dim: int,
+    split: tuple[Sizes, Group],
+    new: Sizes,
+    interval: Callable[[int, int], Interval],
     **options: Any,
-) -> tuple[Fetch, Interval, Interval]:  # fmt: skip
+) -> tuple[HaloExchange, Interval, Interval]:
     """Begin to fetch the rows that every rank's outputs read along a split dimension.
 
     split: (sizes, Group) of the rows. new: sizes of the outputs. interval: from outputs [first, last), at least one, to
-    the rows that they read. options: as for Fetch. Returns the Fetch, and this rank's outputs and rows.
+    the rows that they read. options: as for HaloExchange. Returns the exchange, and this rank's outputs and rows.
     """
-    (sizes, group), outputs = split, bounds(new)
-    intervals = [interval(first, last) if first < last else (0, 0) for first, last in outputs]
-    return Fetch(x, dim, sizes, intervals, group, **options), outputs[group.rank], intervals[group.rank]
+    sizes, group = split
+    outputs = bounds(new)  # of every rank
+    intervals = []
+    for first, last in outputs:
+        if first < last:
+            intervals.append(interval(first, last))
+        else:
+            intervals.append((0, 0))  # a rank without outputs reads nothing
+    pending = HaloExchange(x, dim, sizes, intervals, group, **options)
+    return pending, outputs[group.rank], intervals[group.rank]
 
 
 def extended(
-    x: Tensor, splits: Splits, along: Mapping[int, Window], shape: list[int], fill: float | None
+    x: Tensor,
+    splits: Splits,
+    along: Mapping[int, Window],
+    shape: list[int],
+    fill: float | None,
 ) -> tuple[Tensor, dict[int, Sizes], dict[int, Interval]]:
     """The rows that this rank's windows read along the dimensions of splits, padding at the ends included.
 
     shape: that of the whole output; its sizes of these dimensions become this rank's.
     Returns also {dimension: sizes of the outputs on all ranks}, and {dimension: this rank's outputs}.
     """
-    new, owned = {}, {}
+    new = {}
+    owned = {}
     for dim in sorted(splits):
-        new[dim] = along[dim].output_sizes(splits[dim][0], shape[dim])
-        coming, owned[dim], _ = request(x, dim, splits[dim], new[dim], along[dim].interval, fill=fill)
-        x, shape[dim] = coming.rows(), owned[dim][1] - owned[dim][0]
+        window = along[dim]
+        sizes, _ = splits[dim]
+        new[dim] = window.output_sizes(sizes, shape[dim])
+        pending, owned[dim], _ = request(x, dim, splits[dim], new[dim], window.interval, fill=fill)
+        x = pending.rows()
+        first, last = owned[dim]
+        shape[dim] = last - first
     return x, new, owned
 
 
 def read(
-    x: Tensor, dim: int, split: tuple[Sizes, Group], new: Sizes, windows: Sequence[Interval],
+    x: Tensor,
+    dim: int,
+    split: tuple[Sizes, Group],
+    new: Sizes,
+    windows: Sequence[Interval],
     weights: Sequence[Sequence[float]] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The rows that this rank's outputs read, where windows[j] are those of output j of the whole, [first, last).
 
     The rows of all its windows follow each other; shorter windows repeat their last row. weights: b - a for each window
@@ -176,17 +231,27 @@ def read(
         starts, ends = zip(*windows[first:last], strict=True)
         return min(starts), max(ends)
 
-    coming, outputs, (start, _) = request(x, dim, split, new, rows_of)
-    own = windows[slice(*outputs)]
+    pending, (first, last), (start, _) = request(x, dim, split, new, rows_of)
+    own = windows[first:last]
     longest = max([1, *(b - a for a, b in own)])
-    places = [min(a + t, b - 1) - start for a, b in own for t in range(longest)]
-    rows = coming.rows() if weights is None else at_least_float32(coming.rows())
-    rows = rows.index_select(dim, tensor_on(x.device, places, torch.long))
+    places = []  # of the rows among those that this rank receives
+    for a, b in own:
+        for t in range(longest):
+            places.append(min(a + t, b - 1) - start)
+    rows = pending.rows()
+    if weights is not None:
+        rows = at_least_float32(rows)
+    rows = rows.index_select(dim, tensor_on(x.device, places, torch.long))  # (..., windows * longest, ...)
     if weights is None:
         return rows
-    rows = rows.unflatten(dim, (len(own), longest))
-    factors = [n for row in weights[slice(*outputs)] for n in (*row, *[0.0] * (longest - len(row)))]
-    factor = tensor_on(x.device, factors, rows.dtype).view(-1, longest, *[1] * (x.ndim - 1 - dim))
+
+    # The weighted sum of each window; a shorter window has weights of 0 at its end.
+    rows = rows.unflatten(dim, (len(own), longest))  # (..., windows, longest, ...)
+    factors: list[float] = []
+    for row in weights[first:last]:
+        factors += [*row, *[0.0] * (longest - len(row))]
+    dims_behind = x.ndim - 1 - dim
+    factor = tensor_on(x.device, factors, rows.dtype).view(-1, longest, *[1] * dims_behind)
     return (rows * factor).sum(dim + 1)
 
 
@@ -198,7 +263,8 @@ def splits_of(x: ShardTensor, dims: Iterable[int]) -> Splits:
 
 def images(x: ShardTensor, func: Callable) -> range:
     """The spatial dimensions of x, (B, C, ...) or (C, ...)."""
-    count, ndim = DIMENSIONS[func], len(x.spec.dims)
+    count = DIMENSIONS[func]
+    ndim = len(x.spec.dims)
     if ndim not in (count + 1, count + 2):
         raise ValueError(f"{func.__name__}: a tensor of {count + 1} or {count + 2} dimensions, not {ndim}")
     return range(ndim - count, ndim)
@@ -206,27 +272,43 @@ def images(x: ShardTensor, func: Callable) -> range:
 
 def resulting(x: ShardTensor, y: Tensor, sizes: Mapping[int, Sizes]) -> ShardTensor:
     """The local output y as a ShardTensor that is split as x. sizes: {dimension: those of all ranks}, where new."""
-    new = {dim: sizes.get(dim, n) for dim, n in enumerate(y.shape) if dim in sizes or not x.spec.is_split(dim)}
+    new: dict[int, int | Sizes] = {}
+    for dim, n in enumerate(y.shape):
+        if dim in sizes:
+            new[dim] = sizes[dim]
+        elif not x.spec.is_split(dim):
+            new[dim] = n
     return wrap(y, x.spec.resized(new))
 
 
 def spatially(
-    implementation: Callable[..., Output], func: Callable, input: ShardTensor, *args: Any, **kwargs: Any
+    implementation: Callable[..., Output],
+    func: Callable,
+    input: ShardTensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> ShardTensor:
     """implementation(func, part, splits, ...) as a ShardTensor; func(part, ...) if no spatial dimension is split.
 
     Raises no_rule for weights that are ShardTensors, and for split channels where func mixes them.
     """
-    if not isinstance(input, ShardTensor) or any(isinstance(a, ShardTensor) for a in flat(args, kwargs)):
+    split_weights = any(isinstance(a, ShardTensor) for a in flat(args, kwargs))
+    if split_weights or not isinstance(input, ShardTensor):
         raise no_rule(func, (input, *args), kwargs, "the weights of a layer are plain tensors")
     x = reduced(input)
-    dims, part = images(x, func), local(x)
-    if func in CONVOLUTIONS and x.spec.is_split(dims[0] - 1):
+    dims = images(x, func)
+    part = local(x)
+    channels = dims[0] - 1
+    if func in CONVOLUTIONS and x.spec.is_split(channels):
         raise no_rule(func, (x,), {}, "channels are split")
-    args = tuple(shared(a, x.spec) for a in args)
+    args = tuple([shared(a, x.spec) for a in args])
     kwargs = {name: shared(a, x.spec) for name, a in kwargs.items()}
     splits = splits_of(x, dims)
-    y, sizes = implementation(func, part, splits, *args, **kwargs) if splits else (func(part, *args, **kwargs), {})
+    if splits:
+        y, sizes = implementation(func, part, splits, *args, **kwargs)
+    else:  # every rank has whole images
+        y = func(part, *args, **kwargs)
+        sizes = {}
     return resulting(x, y, sizes)
 
 
@@ -234,7 +316,8 @@ def spatial_rule(kind: str) -> Callable[[Rule], Rule]:
     """Decorator: the rule of kind1d, kind2d and kind3d, by a function of local tensors as described above."""
 
     def register(implementation: Rule) -> Rule:
-        rule(*named(*[f"{kind}{n}d" for n in (1, 2, 3)]))(partial(spatially, implementation))
+        functions = named(f"{kind}1d", f"{kind}2d", f"{kind}3d")
+        rule(*functions)(partial(spatially, implementation))
         return implementation
 
     return register

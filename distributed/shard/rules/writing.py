@@ -50,7 +50,8 @@ def _write_slices(func: Callable, x: ShardTensor, index: Any, value: Any) -> Non
     spec, local_index = locate(func, x, index_items(func, x, index))
     if isinstance(value, Tensor):
         # A row of a split dimension is a partial tensor: only its owner uses its copy of the value.
-        value = fitted(_without_leading_ones(reduced(value), len(spec.dims)), gradient_spec(spec), spec)
+        value = _without_leading_ones(reduced(value), len(spec.dims))
+        value = fitted(value, gradient_spec(spec), spec)
     if local_index is None:
         take_part(x, [value])
     elif not _is_in_place(x, local_index, value):
@@ -88,8 +89,10 @@ def _as_items(index: Any) -> list[Any]:
     """The items of an index: lists and arrays as tensors, a single number as int."""
     items = list(index) if isinstance(index, tuple) else [index]
     for number, item in enumerate(items):
-        if isinstance(item, list | range | np.ndarray):
-            items[number] = torch.as_tensor(list(item) if isinstance(item, range) else item)
+        if isinstance(item, range):
+            item = list(item)
+        if isinstance(item, list | np.ndarray):
+            items[number] = torch.as_tensor(item)
         elif isinstance(item, Tensor | np.integer) and item.ndim == 0:
             items[number] = item.__index__()
     return items
@@ -106,9 +109,8 @@ def _write_places(func: Callable, x: ShardTensor, items: list[Any], value: Any) 
     The places become one mask over these dimensions, the same on every rank, of which each rank takes its part.
     """
     items = _without_ellipsis(items, x.dim())
-    chosen = [number for number, item in enumerate(items) if _is_of_places(item)]
     # Numbers are indices too where there are tensors of them.
-    chosen = [number for number, item in enumerate(items) if number in chosen or isinstance(item, int)]
+    chosen = [number for number, item in enumerate(items) if _is_of_places(item) or isinstance(item, int)]
     are_adjacent = chosen[-1] - chosen[0] + 1 == len(chosen)
     if not are_adjacent:
         raise no_rule(func, (x,), {}, "masks and tensors of indices that do not lie side by side")
@@ -116,32 +118,36 @@ def _write_places(func: Callable, x: ShardTensor, items: list[Any], value: Any) 
     # The tensor after the slices alone, a view: (before, places, after).
     basic: list[Any] = []
     for number, item in enumerate(items):
-        basic.extend([slice(None)] * dims_taken(item) if number in chosen else [item])
+        if number in chosen:
+            basic += [slice(None)] * dims_taken(item)
+        else:
+            basic.append(item)
     view = getitem(func, x, tuple(basic))
     first = chosen[0]
-    count = sum(dims_taken(items[number]) for number in chosen)
-    after = view.dim() - first - count
-
     selectors = [items[number] for number in chosen]
-    split_masks = [item for item in selectors if isinstance(item, ShardTensor)]
-    if split_masks:
+    count = sum(dims_taken(item) for item in selectors)
+    after = view.dim() - first - count
+    place_shape = view.spec.shape[first : first + count]
+    ones = [1] * after  # for a mask to broadcast over the dimensions behind it
+
+    if any(isinstance(item, ShardTensor) for item in selectors):
         _write_split_mask(func, view, selectors, after, value)
         return
     is_one_number = not isinstance(value, Tensor) or value.dim() == 0
-    is_whole_mask = len(selectors) == 1 and selectors[0].dtype == torch.bool
-    if is_one_number and is_whole_mask and selectors[0].shape == view.spec.shape[first : first + count]:
+    is_mask = len(selectors) == 1 and selectors[0].dtype == torch.bool
+    if is_one_number and is_mask and selectors[0].shape == place_shape:
         # The host need not know which places these are, for which it would wait for the device.
         mask = selectors[0].to(x.device)
-        dispatch(Tensor.masked_fill_, view, mask.reshape(*mask.shape, *[1] * after), value)
+        dispatch(Tensor.masked_fill_, view, mask.reshape(*mask.shape, *ones), value)
         written(x)
         return
-    place_shape = view.spec.shape[first : first + count]
     mask, order, shape = _mask_of_places(selectors, place_shape, x.device)
-    over_after = mask.reshape(*mask.shape, *[1] * after)
+    over_after = mask.reshape(*mask.shape, *ones)
     if is_one_number:
         dispatch(Tensor.masked_fill_, view, over_after, value)
     else:
-        spread = _spread(_without_leading_ones(value, first + len(shape) + after), order, shape, after)
+        most = first + len(shape) + after
+        spread = _spread(_without_leading_ones(value, most), order, shape, after)
         dispatch(Tensor.copy_, view, dispatch(torch.where, over_after, spread, view))
     written(x)
 
@@ -201,12 +207,14 @@ def _call(func: Callable, x: Tensor, *args: Any) -> Tensor:
 
 def _spread(value: Tensor, order: Tensor, shape: Sequence[int], after: int) -> Tensor:
     """The value of each place, (before, *places, after), of values (before, *shape, after) or what broadcasts to it."""
-    while value.dim() < len(shape) + after:
+    count = len(shape)
+    while value.dim() < count + after:
         value = _call(torch.unsqueeze, value, 0)
-    first = value.dim() - len(shape) - after
-    sizes = global_shape(value)[first : first + len(shape)]
-    before, behind = global_shape(value)[:first], global_shape(value)[first + len(shape) :]
-    if all(size == 1 for size in sizes):  # one value for all places
+    first = value.dim() - count - after
+    sizes = global_shape(value)
+    before = sizes[:first]
+    behind = sizes[first + count :]
+    if all(size == 1 for size in sizes[first : first + count]):  # one value for all places
         return _call(torch.reshape, value, (*before, *[1] * order.dim(), *behind))
     wanted = [-1] * first + list(shape) + [-1] * after
     every = _call(Tensor.expand, value, wanted)
@@ -215,7 +223,13 @@ def _spread(value: Tensor, order: Tensor, shape: Sequence[int], after: int) -> T
     return _call(torch.reshape, spread, (*before, *order.shape, *behind))
 
 
-def _write_split_mask(func: Callable, view: ShardTensor, selectors: list[Any], after: int, value: Any) -> None:
+def _write_split_mask(
+    func: Callable,
+    view: ShardTensor,
+    selectors: list[Any],
+    after: int,
+    value: Any,
+) -> None:
     """Assign one value to the places of a mask that is split itself: x[x > 1] = 0."""
     mask = selectors[0]
     is_one_value = not isinstance(value, Tensor) or value.dim() <= after
