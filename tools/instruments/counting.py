@@ -80,13 +80,20 @@ def collective(func: Any, args: tuple, kwargs: dict[str, Any]) -> Collective | N
     kind = next((kind for kind in KINDS if name.startswith(kind.replace("_", ""))), None)
     if kind is None:
         return None
-    arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+
+    # The arguments by name.
+    names = [argument.name for argument in func._schema.arguments]
+    arguments = dict(zip(names, args, strict=False)) | kwargs
     tensors = [arguments[name] for name in INPUTS if name in arguments]
-    group, size = _group(arguments), _nbytes(tensors)
+    group = _group(arguments)
+    size = _nbytes(tensors)
+
     sent = int(bytes_sent(kind, size, group.size()))
     if kind == "all_to_all":
+        # The parts for the other ranks, which may be uneven.
         rows = arguments.get("input_split_sizes") or [1] * group.size()
-        sent = size * (sum(rows) - rows[group.rank()]) // max(1, sum(rows))
+        to_others = sum(rows) - rows[group.rank()]
+        sent = size * to_others // max(1, sum(rows))
     return Collective(kind, sent, group, tensors)
 
 
@@ -95,7 +102,12 @@ def bytes_sent(kind: str, size: float, ranks: int) -> float:
     if kind in ("recv", "barrier"):
         return 0
     others = ranks - 1
-    factors = {"all_reduce": (2 * others, ranks), "all_gather": (others, 1), "reduce_scatter": (others, ranks)}
+    # {kind: (times its tensor, shared by so many)}; any other kind sends its tensor once.
+    factors = {
+        "all_reduce": (2 * others, ranks),
+        "all_gather": (others, 1),
+        "reduce_scatter": (others, ranks),
+    }
     times, shared_by = factors.get(kind, (1, 1))
     return size * times // shared_by
 
