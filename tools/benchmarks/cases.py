@@ -108,16 +108,20 @@ def thinned(curve: list[tuple[str, int]]) -> list[tuple[str, int]]:
 def row_of(case: Case, turns: list[Any]) -> dict[str, Any]:
     """The figures of a case, of the rank that has most. turns: figures of every rank, None where memory ran out."""
     row: dict[str, Any] = {
-        "layout": case.name, "ranks": case.ranks, "batch": case.config.global_batch_size,
+        "layout": case.name,
+        "ranks": case.ranks,
+        "batch": case.config.global_batch_size,
         "out_of_memory": None in turns,
-    }  # fmt: skip
+    }
     if None in turns:
         return row
     # The harmonic mean: ranks that do not wait for one another add up their speeds.
     seconds = [statistics.harmonic_mean(figures["seconds"] for figures in turn) for turn in turns]
     return row | {
-        "seconds": statistics.median(seconds), "seconds_of_rounds": seconds,
+        "seconds": statistics.median(seconds),
+        "seconds_of_rounds": seconds,
         "samples_per_sec": row["batch"] / statistics.median(seconds),
         "memory": DataFrame([figures["memory"] for figures in turns[0]], dtype=float).max(skipna=False).to_dict(),
-        "messages": by_phase(*[figures["messages"] for figures in turns[0]]), "curve": turns[0][0]["curve"],
-    }  # fmt: skip
+        "messages": by_phase(*[figures["messages"] for figures in turns[0]]),
+        "curve": turns[0][0]["curve"],
+    }

@@ -39,7 +39,13 @@ STORES: dict[str, Any] = {
 LEAD_IN = 4  # untimed batches: rings and queues reach their steady state
 
 
-def run(words: list[str], workers: int, frames: int, batches: int, rounds: int) -> dict[str, Any]:
+def run(
+    words: list[str],
+    workers: int,
+    frames: int,
+    batches: int,
+    rounds: int,
+) -> dict[str, Any]:
     """Measure and print a table; returns the figures, as JSON has them.
 
     words: options of the config. workers: of each loader. frames: of the training data, copied into one file. batches:
@@ -77,10 +83,15 @@ def run(words: list[str], workers: int, frames: int, batches: int, rounds: int) 
     for name in speeds.columns:
         _, stored = loaders[name]
         same_store[name] = speeds[name] / speeds["plain" if stored == "hdf5" else f"plain, {stored}"]
-    results: list[dict[str, Any]] = DataFrame({
-        "loader": speeds.columns, "samples_per_sec": medians, "bytes_per_sec": medians * size,
-        "ratio_to_plain": ratios, "ratio_to_plain_on_store": same_store.median(),
-    }).to_dict("records")  # fmt: skip
+    results: list[dict[str, Any]] = DataFrame(
+        {
+            "loader": speeds.columns,
+            "samples_per_sec": medians,
+            "bytes_per_sec": medians * size,
+            "ratio_to_plain": ratios,
+            "ratio_to_plain_on_store": same_store.median(),
+        }
+    ).to_dict("records")
     print(format_tables("data", [r | {"giga": r["bytes_per_sec"] / 1e9} for r in results]))
     print(
         f"{workers} workers, batch {config.global_batch_size}, a sample is {size / 1e6:.1f} MB; GB/s as if all "
@@ -169,7 +180,12 @@ def _open_fields(path: Path) -> Any:
     return zarr.open_array(path / "fields", mode="r")
 
 
-def _timed(batches: Iterator[Any], count: int, batch_size: int, device: torch.device) -> float:
+def _timed(
+    batches: Iterator[Any],
+    count: int,
+    batch_size: int,
+    device: torch.device,
+) -> float:
     def take(number: int) -> None:
         for _ in range(number):
             next(batches)

@@ -102,7 +102,12 @@ def are_right(device: torch.device, dtype: torch.dtype) -> dict[str, bool]:
     return right
 
 
-def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device) -> Point:
+def measure(
+    kind: str,
+    group: dist.ProcessGroup,
+    size: int,
+    device: torch.device,
+) -> Point:
     """The Point of a collective of tensors of `size` bytes: the median of batches, of the slowest rank.
 
     Each call follows a matrix product, whose time is taken out: in a step ranks come to a message at different moments,
@@ -145,7 +150,10 @@ def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device
 
 
 def all_points(
-    groups: Sequence[Sequence[int]], device: torch.device, sizes: Sequence[int], kinds: Sequence[str] = KINDS
+    groups: Sequence[Sequence[int]],
+    device: torch.device,
+    sizes: Sequence[int],
+    kinds: Sequence[str] = KINDS,
 ) -> dict[str, list[Point]]:
     """{kind: its Points} in the group of this rank among `groups`, as fast as in the slowest group; all ranks call it.
 

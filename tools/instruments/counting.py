@@ -34,10 +34,22 @@ class Watch(TorchDispatchMode):
         """True: torch.compile does not run under other modes; what compiled code does comes by here as well."""
         return True
 
-    def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+    def saw(
+        self,
+        func: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
         """func: a torch._ops.OpOverload, which has made `result` from the arguments."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
+    ) -> Any:
         with LocalTensors():  # down here a ShardTensor is its local part
             result = func(*args, **(kwargs or {}))
             self.saw(func, args, kwargs or {}, result)
@@ -56,7 +68,13 @@ class CollectiveCounter(Watch):
         self.calls = Counter[str]()
         self.bytes = Counter[str]()
 
-    def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+    def saw(
+        self,
+        func: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
         """Count a collective."""
         if found := collective(func, args, kwargs):
             self.calls[found.kind] += 1
@@ -72,7 +90,11 @@ class Collective(NamedTuple):
     tensors: list[Any]
 
 
-def collective(func: Any, args: tuple, kwargs: dict[str, Any]) -> Collective | None:
+def collective(
+    func: Any,
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Collective | None:
     """The Collective of an operator (torch._ops.OpOverload) with these arguments; None for any other operator."""
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None

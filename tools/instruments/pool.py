@@ -100,7 +100,13 @@ class Pool(AbstractContextManager):
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
 
-    def call(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 1e6) -> list[Any]:
+    def call(
+        self,
+        size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 1e6,
+    ) -> list[Any]:
         """[function(process, *args) of the first `size` processes]; it is sent by its name.
 
         timeout: seconds for all. Raises RanksFailed; the processes, of which some may wait for one another, are ended.

@@ -20,7 +20,12 @@ WARMUP_STEPS = 3  # DDP arranges its buckets, fully_shard its order, memory is a
 SWITCHES = {"true": True, "false": False}
 
 
-def build_case(name: str, script: str, words: Sequence[str], ranks: int) -> Case:
+def build_case(
+    name: str,
+    script: str,
+    words: Sequence[str],
+    ranks: int,
+) -> Case:
     """The Case of a training script with these options. Raises UsageError where it does not fit the ranks.
 
     name: in a table; options of its own may follow it, as in 'tp2,data_parallel=fsdp'.

@@ -67,7 +67,12 @@ class Teams(AbstractContextManager):
         self.tells = tells
         self.running: dict[int, Pool] = {}
 
-    def call(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def call(
+        self,
+        size: int,
+        function: Callable[..., Any],
+        *args: Any,
+    ) -> list[Any]:
         """[function(rank, *args) of `size` ranks], each given its Process; the function is sent by its name.
 
         Raises UsageError where a rank fails or is gone, OutOfMemory where one lacked memory. These ranks are ended
@@ -106,7 +111,13 @@ def _free_port() -> int:
         return free.getsockname()[1]
 
 
-def _join(process: Process, size: int, port: int, config: Config, whole_machine: bool) -> None:
+def _join(
+    process: Process,
+    size: int,
+    port: int,
+    config: Config,
+    whole_machine: bool,
+) -> None:
     """In a process: become a rank of `size`."""
     rank = str(process.number)
     os.environ.update(

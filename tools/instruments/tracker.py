@@ -101,7 +101,13 @@ class Tracker(Watch):
         """Bytes of those of these storages that still exist."""
         return sum(size for number, size, _ in self.storages.values() if number in numbers)
 
-    def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+    def saw(
+        self,
+        func: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
         """Note the memory of an operation, and count it."""
         given = list(plain_tensors(tree_leaves((args, kwargs))))
         made = list(plain_tensors(tree_leaves(result)))
@@ -127,7 +133,13 @@ class Tracker(Watch):
         message = Message(self.phase_of(sent), sent.kind, ranks, sent.sent)
         self.messages[message] += 1
 
-    def _count_operation(self, func: Any, given: list[Tensor], made: list[Tensor], flops: float) -> None:
+    def _count_operation(
+        self,
+        func: Any,
+        given: list[Tensor],
+        made: list[Tensor],
+        flops: float,
+    ) -> None:
         # A tensor that is read and written in place, or given twice, is moved once.
         moved = {}
         for tensor in (*given, *made):
@@ -210,7 +222,12 @@ class Tracker(Watch):
         return points
 
 
-def _flops(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> float:
+def _flops(
+    func: Any,
+    args: tuple,
+    kwargs: dict[str, Any],
+    result: Any,
+) -> float:
     """FLOP of an operation by torch's formula for it; 0 where torch counts none."""
     packet = func._overloadpacket
     formula = flop_registry.get(LIKE.get(packet, packet))
@@ -236,7 +253,11 @@ def plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 @contextmanager
-def phases_of(step: TrainingStep, listener: Any, changes: Callable[[str, str], None]) -> Iterator[None]:
+def phases_of(
+    step: TrainingStep,
+    listener: Any,
+    changes: Callable[[str, str], None],
+) -> Iterator[None]:
     """Inside, listener.phase is the phase of a TrainingStep.
 
     forward: the forward pass and the loss. update: inside the optimizer. backward: everything else, including the

@@ -104,7 +104,12 @@ class Training(NamedTuple):
     unsaved: str
 
 
-def record(config: Config, device: torch.device, read_data: bool = False, folder: Path | None = None) -> Training:
+def record(
+    config: Config,
+    device: torch.device,
+    read_data: bool = False,
+    folder: Path | None = None,
+) -> Training:
     """Train for STEPS steps and evaluate once; save the state into a folder, the same on all ranks, and read it back.
 
     read_data: on batches of the config's data, as its loader reads them, in place of random ones. folder: None: the
@@ -330,11 +335,22 @@ class Recorder:
     def _leave(self, *_: Any) -> None:
         self.is_inside = False
 
-    def _keep_input(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _keep_input(
+        self,
+        name: str,
+        module: nn.Module,
+        inputs: tuple[Any, ...],
+    ) -> None:
         first = inputs[0] if inputs else None
         self._keep((INPUT, name), first)
 
-    def _keep_output(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _keep_output(
+        self,
+        name: str,
+        module: nn.Module,
+        inputs: tuple[Any, ...],
+        output: Any,
+    ) -> None:
         # Whoever has drawn random numbers has moved the state.
         before = self.last_state
         self.last_state = self.random_state()

@@ -52,7 +52,10 @@ def usual(rounds: Sequence[Figures]) -> Figures:
     return found
 
 
-def measure(rank: Process, nodes: Sequence[Sequence[int]]) -> tuple[Figures, dict[str, Any]]:
+def measure(
+    rank: Process,
+    nodes: Sequence[Sequence[int]],
+) -> tuple[Figures, dict[str, Any]]:
     """On every rank: (seconds of operations, collectives and tiny steps; {name of a tiny step: its Case and Trace}).
 
     nodes: the ranks of each. On a CPU operations are measured by one rank of each node alone, then by all at once.

@@ -20,7 +20,11 @@ ROWS = "config/compare.yaml"
 OFF = 0.15  # share by which a figure may differ without a reason
 
 
-def beside(title: str, planned: Mapping[str, float], measured: Mapping[str, float]) -> str:
+def beside(
+    title: str,
+    planned: Mapping[str, float],
+    measured: Mapping[str, float],
+) -> str:
     """Planned figures beside measured ones, {name of a row: figure}, and measured to planned, as a table."""
     rows = []
     for name, plan in planned.items():

@@ -49,7 +49,13 @@ def parse_axis(text: str) -> Axis:
     return Axis(key, values)
 
 
-def plan_grid(words: Sequence[str], gpu: Gpu, counts: Sequence[int], axis: Axis, inference: bool) -> list[Cell]:
+def plan_grid(
+    words: Sequence[str],
+    gpu: Gpu,
+    counts: Sequence[int],
+    axis: Axis,
+    inference: bool,
+) -> list[Cell]:
     """The Cells of all numbers of GPUs and all values, row by row.
 
     words: options of the config. counts: GPUs; all of a row share an image, by domain parallelism. inference: a forward
@@ -122,7 +128,10 @@ def _table(cells, axis, beside, title, words_of):
     return format_table(columns, list(rows.values()))
 
 
-def grid_json(cells: Sequence[Cell], axis: Axis) -> list[dict[str, Any]]:
+def grid_json(
+    cells: Sequence[Cell],
+    axis: Axis,
+) -> list[dict[str, Any]]:
     """The cells as JSON has them."""
     found = []
     for cell in cells:

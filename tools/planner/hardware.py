@@ -102,7 +102,11 @@ class Speeds:
         return RBFInterpolator(np.array(places), values, kernel="linear", degree=0)
 
 
-def _place(name: str, flops: float, moved: float) -> tuple[float, tuple[float, float]]:
+def _place(
+    name: str,
+    flops: float,
+    moved: float,
+) -> tuple[float, tuple[float, float]]:
     """(work, its place in a table): logarithms of work and of FLOP per byte, where there are FLOP.
 
     Of attention FLOP per byte alone, which tell the number of tokens: heads are computed one after another.

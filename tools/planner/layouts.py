@@ -121,7 +121,12 @@ class _Choices:
     ranks_per_node: int
     fixed: frozenset[str]
 
-    def values(self, name: str, wanted: Sequence[Any], of_use: bool = True) -> Sequence[Any]:
+    def values(
+        self,
+        name: str,
+        wanted: Sequence[Any],
+        of_use: bool = True,
+    ) -> Sequence[Any]:
         """The values of a key that are tried. of_use: whether another value than that of config changes anything."""
         is_free = of_use and name not in self.fixed
         if is_free:
@@ -158,7 +163,14 @@ class _Choices:
             if splits_images and 1 in cps and 1 in pps:
                 yield 1, 1, domain
 
-    def ways(self, dp: int, tp: int, cp: int, pp: int, domain: Any) -> Iterator[dict[str, Any]]:
+    def ways(
+        self,
+        dp: int,
+        tp: int,
+        cp: int,
+        pp: int,
+        domain: Any,
+    ) -> Iterator[dict[str, Any]]:
         """Methods and schedules of a split, as settings."""
         share = self.config.global_batch_size // dp
         fitting = [each * pp for each in MICRO_BATCHES if share % (each * pp) == 0]
@@ -274,7 +286,12 @@ def arguments(config: Config, words: Iterable[str]) -> list[str]:
     return own
 
 
-def command(config: Config, layout: Layout, words: Iterable[str], ranks_per_node: int = 4) -> str:
+def command(
+    config: Config,
+    layout: Layout,
+    words: Iterable[str],
+    ranks_per_node: int = 4,
+) -> str:
     """The command line that runs a layout: plain python, torchrun on one node, sbatch on several.
 
     words: the options that gave the config. Raises UsageError for words that are no options.

@@ -99,7 +99,11 @@ def best_layouts(request: Request, gpus: int, top: int) -> list[Plan]:
     return sorted(traced, key=_order)
 
 
-def formula_plans(request: Request, gpus: int, times: int = 1) -> tuple[list[Plan], dict[str, int]]:
+def formula_plans(
+    request: Request,
+    gpus: int,
+    times: int = 1,
+) -> tuple[list[Plan], dict[str, int]]:
     """Plans by textbook formulas of all layouts that the scripts can run, and {reason: number of refused layouts}.
 
     times: factor on the batch that was asked for.

@@ -60,7 +60,13 @@ class StepTime:
     collectives: list[dict[str, Any]]
 
 
-def step_time(traces: Sequence[Trace], config: Config, layout: Layout, gpu: Gpu, inference: bool = False) -> StepTime:
+def step_time(
+    traces: Sequence[Trace],
+    config: Config,
+    layout: Layout,
+    gpu: Gpu,
+    inference: bool = False,
+) -> StepTime:
     """StepTime of the slowest traced rank.
 
     traces: of trace_step. inference: of forward passes alone. gpu: of load_gpu; node = rank // gpu.gpus_per_node.
@@ -77,7 +83,13 @@ def step_time(traces: Sequence[Trace], config: Config, layout: Layout, gpu: Gpu,
     return max(of_ranks, key=lambda step: step.seconds)
 
 
-def rank_time(trace: Trace, config: Config, layout: Layout, gpu: Gpu, inference: bool = False) -> StepTime:
+def rank_time(
+    trace: Trace,
+    config: Config,
+    layout: Layout,
+    gpu: Gpu,
+    inference: bool = False,
+) -> StepTime:
     """StepTime of one traced rank."""
     rank = _Rank(trace, config, layout, gpu, inference)
     on_cpu = gpu.device == "cpu"
@@ -207,7 +219,10 @@ class _Rank:
         methods = {"cp": self.config.cp_method, "domain": self.config.domain_method}
         return kind == "all_to_all" and methods.get(_kind_of(group)) == "ring"
 
-    def by_what_hides_them(self, collectives: list[dict[str, Any]]) -> dict[tuple[str, str | None], list[Any]]:
+    def by_what_hides_them(
+        self,
+        collectives: list[dict[str, Any]],
+    ) -> dict[tuple[str, str | None], list[Any]]:
         """Collectives by their phase and the work that hides them: "compute", "attention" or None."""
         together = defaultdict[tuple[str, str | None], list[Any]](list)
         for collective in collectives:
@@ -227,7 +242,13 @@ class _Rank:
             return "compute"
         return None
 
-    def not_hidden(self, phase: str, work: str | None, collectives: list[dict[str, Any]], computing: Table) -> float:
+    def not_hidden(
+        self,
+        phase: str,
+        work: str | None,
+        collectives: list[dict[str, Any]],
+        computing: Table,
+    ) -> float:
         """Seconds of collectives of a phase that are left when the work that hides them is done."""
         total = sum(collective["seconds"] for collective in collectives)
         left = total
@@ -256,7 +277,10 @@ class _Rank:
             calls = max(calls, collective["bytes"] / sent_of_full_bucket)
         return collective["seconds"] / calls
 
-    def host(self, collectives: list[dict[str, Any]]) -> dict[str, float]:
+    def host(
+        self,
+        collectives: list[dict[str, Any]],
+    ) -> dict[str, float]:
         """Seconds in which the host launches operations: a lower bound, on a CPU beside computing."""
         measured = self.gpu.measured
         # Seconds of an operation by phase.
@@ -337,7 +361,11 @@ def host_seconds(config: Config, launch: float) -> float:
     return launch * (COMPILED_LAUNCHES if config.enable_jit else 1)
 
 
-def wrapped(trace: Trace, collectives: Sequence[Mapping[str, Any]], config: Config) -> Counter[str]:
+def wrapped(
+    trace: Trace,
+    collectives: Sequence[Mapping[str, Any]],
+    config: Config,
+) -> Counter[str]:
     """Work of the code around a model in a step, by name: the messages of fsdp, tp, cp and pp.
 
     ddp: once, since its work is for each weight, however many buckets there are. domain: ShardTensor has a rule for

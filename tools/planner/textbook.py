@@ -236,7 +236,13 @@ def _count_product(
     counted[Operation("backward", "matmul", flops, moved, dtype)] += 2 * calls + again
 
 
-def _count_moves(counted: Counter[Operation], phase: str, moved: float, kernels: int, calls: int) -> None:
+def _count_moves(
+    counted: Counter[Operation],
+    phase: str,
+    moved: float,
+    kernels: int,
+    calls: int,
+) -> None:
     """Count kernels that together move so many bytes, as so many of the same size."""
     operation = Operation(phase, "pointwise", 0, moved / kernels, torch.float32)
     counted[operation] += kernels * calls
@@ -318,7 +324,14 @@ class Messages:
     counted: Counter[Message] = field(default_factory=Counter)
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def add(self, phase: str, kind: str, group: str, size: float, calls: float) -> None:
+    def add(
+        self,
+        phase: str,
+        kind: str,
+        group: str,
+        size: float,
+        calls: float,
+    ) -> None:
         """Count collectives in a group of utils.comm. size: bytes of the tensor that the collective is given."""
         if not calls:
             return

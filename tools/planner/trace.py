@@ -66,7 +66,12 @@ class Trace(NamedTuple):
     groups: dict[str, tuple[int, ...]]
 
 
-def trace_step(config: Config, layout: Layout, device_type: str = "cuda", inference: bool = False) -> list[Trace]:
+def trace_step(
+    config: Config,
+    layout: Layout,
+    device_type: str = "cuda",
+    inference: bool = False,
+) -> list[Trace]:
     """Traces of the ranks that may hold or do most: the ends of a pipeline, else rank 0.
 
     config: of this layout. device_type: whose kernels and mixed precision are traced. inference: of a forward pass
