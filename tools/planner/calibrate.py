@@ -182,7 +182,7 @@ def entry(
     for busy in figures["operations"]:
         compute[busy] = _speeds(figures, busy, traces["alone"][1], device)
 
-    collectives = {}
+    collectives: dict[str, dict[str, Any]] = {}
     for (where, size), kinds in figures["points"].items():
         collectives[where] = {}
         for kind, points in kinds.items():

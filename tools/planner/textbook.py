@@ -95,7 +95,9 @@ def block_activations(s: Symbols) -> float:
     """Bytes that a block keeps: Korthikanti et al. 2022 (arXiv:2205.05198); fused attention has nothing of N^2."""
     attention = 4  # queries, keys, values and the output
     if s.c > 1:
-        attention = {"gather": 4 + 2 * s.c, "ring": 4, "all_to_all": 5}[s.method]
+        of_methods = {"gather": 4 + 2 * s.c, "ring": 4, "all_to_all": 5}
+        attention = of_methods[s.method]
+    # The inputs of two norms, then those of products: of a product after each norm, of attention, of the MLP.
     norms = 2 * FULL * s.stream  # the residual stream is in float32
     products = s.w * (2 * s.layer + attention * s.layer / s.t + 2 * s.hidden)
     masks = 2 * s.stream + s.hidden if s.config.dropout else 0  # one byte for each number
@@ -187,7 +189,7 @@ def operations(s: Symbols) -> Counter[Operation]:
     _count_attention(s, counted)
     _count_other_kernels_of_blocks(s, counted)
 
-    # The embedding, the head and the loss.
+    # The embedding of the first stage; the head and the loss of the last one.
     if s.is_first:
         _count_product(s, counted, s.inputs, s.D, s.passes)
     if s.is_last and s.states:
@@ -252,7 +254,12 @@ def _count_products_of_blocks(s: Symbols, counted: Counter[Operation]) -> None:
     """Queries, keys and values in one product, the output of attention, and the two layers of the MLP."""
     calls, _ = _calls_of_blocks(s)
     inside = s.D * s.config.mlp_ratio / s.t  # features of a rank inside the MLP
-    layers = [(s.D, 3 * s.D / s.t), (s.D / s.t, s.D), (s.D, inside), (inside, s.D)]
+    layers = [
+        (s.D, 3 * s.D / s.t),  # queries, keys and values
+        (s.D / s.t, s.D),  # the output of attention
+        (s.D, inside),  # into the MLP
+        (inside, s.D),  # out of it
+    ]
     for inner, columns in layers:
         _count_product(s, counted, inner, columns, calls, _products_again(s))
 
@@ -277,7 +284,12 @@ def _count_other_kernels_of_blocks(s: Symbols, counted: Counter[Operation]) -> N
     if s.config.sequence_parallel and s.t > 1:
         moved += 8 * s.w * s.layer
     if s.c > 1:
-        exchange = {"gather": 4 * s.w * s.c, "ring": 28 * s.c, "all_to_all": 14 * s.w}
+        # Bytes of copies for each number of a layer.
+        exchange = {
+            "gather": 4 * s.w * s.c,
+            "ring": 28 * s.c,
+            "all_to_all": 14 * s.w,
+        }
         moved += exchange[s.method] * s.layer / s.t
     kernels = 18 if s.is_mixed else 9
 
@@ -304,8 +316,10 @@ def _count_update(s: Symbols, counted: Counter[Operation]) -> None:
 def _count_orthogonalization(s: Symbols, counted: Counter[Operation]) -> None:
     """Muon: five times three products of each whole matrix, which the ranks of a copy share out."""
     blocks = s.muon / s.matrices / s.t  # whose matrices this rank takes
-    widths = [3 * s.D, s.D, s.D * s.config.mlp_ratio, s.D * s.config.mlp_ratio]
+    inside = s.D * s.config.mlp_ratio  # features inside the MLP
+    widths = [3 * s.D, s.D, inside, inside]
     for width in widths:
+        # The products are with the transposed matrix, so the shorter side counts most.
         rows, columns = sorted((s.D, width))
         flops = 4 * rows**2 * columns + 2 * rows**3
         moved = s.w * (5 * rows * columns + 6 * rows**2)

@@ -249,7 +249,7 @@ class _StepObserver:
                 flat += [bucket["flat"] for bucket in module.buckets]
         return flat
 
-    def fsdp_units(self) -> list[FSDPModule]:
+    def fsdp_units(self) -> list[nn.Module]:
         """Modules whose parameters fully_shard gathers together."""
         return [unit for module in self.called for unit in module.modules() if isinstance(unit, FSDPModule)]
 
