@@ -65,9 +65,12 @@ def planned(name: str, command: str, gpu: Gpu) -> dict[str, Any]:
     except Exception as error:  # of one run: the others have theirs
         return {"command": name, "said": f"not planned: {type(error).__name__}: {first_line(error)}"}
     return {
-        "command": name, "on": f"{trained[1]} x {gpu.name}", "planned_gib": plan["peak_allocated_bytes"] / GIB,
-        "planned_step_s": plan["step_time_s"], "planned_calls": plan["calls"],
-    }  # fmt: skip
+        "command": name,
+        "on": f"{trained[1]} x {gpu.name}",
+        "planned_gib": plan["peak_allocated_bytes"] / GIB,
+        "planned_step_s": plan["step_time_s"],
+        "planned_calls": plan["calls"],
+    }
 
 
 def training(command: str) -> tuple[list[str], int] | None:
@@ -76,7 +79,12 @@ def training(command: str) -> tuple[list[str], int] | None:
     return (match[2].split(), int(match[1] or 1)) if match else None
 
 
-def run_command(name: str, command: str, work: Path, seconds: float) -> tuple[str, str]:
+def run_command(
+    name: str,
+    command: str,
+    work: Path,
+    seconds: float,
+) -> tuple[str, str]:
     """Run a command in a folder; returns what became of it, and what it said last where it did not pass.
 
     Its output goes to NAME.log.
@@ -86,9 +94,14 @@ def run_command(name: str, command: str, work: Path, seconds: float) -> tuple[st
     env = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            shlex.split(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env,
-            cwd=ROOT if name == "tests" else work, start_new_session=True,
-        )  # fmt: skip
+            shlex.split(command),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=env,
+            cwd=ROOT if name == "tests" else work,
+            start_new_session=True,
+        )
     try:
         while process.poll() is None and time.monotonic() < end and not saved:
             saved = name == STOPPED and SAVED in log.read_text(errors="replace")
@@ -158,7 +171,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 class Report:
     """The file of a report. rows: of its table, which change as the commands run. count: of devices."""
 
-    def __init__(self, device: torch.device, count: int, folder: Path, rows: list[dict[str, Any]]):
+    def __init__(
+        self,
+        device: torch.device,
+        count: int,
+        folder: Path,
+        rows: list[dict[str, Any]],
+    ):
         about = machine(device)
         self.name = about["name"]
         self.path = folder / (re.sub(r"\W+", "-", f"{self.name} x{count}".lower()) + ".md")

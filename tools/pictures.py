@@ -19,7 +19,11 @@ def save(figure: Figure, path: str | Path, dpi: int = 120) -> None:
         figure.savefig(part, format="png", dpi=dpi)
 
 
-def panels(rows: int, count: int = 1, width: float = 8) -> tuple[Figure, list[Axes]]:
+def panels(
+    rows: int,
+    count: int = 1,
+    width: float = 8,
+) -> tuple[Figure, list[Axes]]:
     """A figure with `count` panels side by side for so many rows of horizontal bars."""
     figure = Figure(figsize=(width, 1.8 + 0.4 * rows), layout="constrained")
     return figure, list(figure.subplots(1, count, sharey=True, squeeze=False)[0])

@@ -30,7 +30,10 @@ def installed(module: str) -> bool:
         return False
 
 
-def format_table(columns: Mapping[str, str], rows: Sequence[Sequence[Any]]) -> str:
+def format_table(
+    columns: Mapping[str, str],
+    rows: Sequence[Sequence[Any]],
+) -> str:
     """Lines of a Markdown table. columns: {title: format specification}; rows: a value for each, None shows as '-'."""
     cells = [
         ["-" if value is None else format(value, spec) for value, spec in zip(row, columns.values(), strict=True)]

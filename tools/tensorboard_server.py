@@ -50,9 +50,12 @@ class PrivateTensorBoard:
         self.path = f"/{secrets.token_urlsafe()}/"
         process = subprocess.Popen(
             [_python_with_tensorboard(), "-m", "tools.tensorboard_server"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
             start_new_session=True,  # interrupting a notebook cell must not end it
-        )  # fmt: skip
+        )
         self.stop = weakref.finalize(self, _end, process)
         settings = {"logdir": str(self.folder), "path_prefix": self.path.rstrip("/")}
         print(json.dumps(settings), file=process.stdin, flush=True)

@@ -94,7 +94,10 @@ def align(traces: Sequence[Trace]) -> None:
         by_rank[rank].spans[["start", "stop"]] += shift
 
 
-def states(trace: Trace, last: Series) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+def states(
+    trace: Trace,
+    last: Series,
+) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
     """(edges, (N + 1,); the number in STATES between two, (N,); {phase: whether it is under way, (N,)}) of a rank.
 
     last: when the last rank called each collective. Until then a rank waits, unless it computes; then it communicates.

@@ -30,7 +30,8 @@ RANKS_PER_CORE = 32  # more would only fill the machine
 
 def check_machine(cases: Sequence[Case]) -> torch.device:
     """The device of the cases. Raises UsageError for a lack of devices."""
-    device, most = select_device(cases[0].config.device), max(case.ranks for case in cases)
+    device = select_device(cases[0].config.device)
+    most = max(case.ranks for case in cases)
     if device.type != "cpu" and most > torch.accelerator.device_count():
         raise UsageError(
             f"{most} ranks need as many devices; this machine has {torch.accelerator.device_count()} ({device.type}): "
@@ -74,7 +75,8 @@ def measure(
         total = gpu.get_device_properties(rank.device).total_memory
         gpu.set_per_process_memory_fraction(min(1, limit / total) if limit else 1)
         gpu.reset_peak_memory_stats()
-    before, built = gpu.memory_allocated() if gpu else 0, RankCase(rank, case)
+    before = gpu.memory_allocated() if gpu else 0
+    built = RankCase(rank, case)
     warm_up = built.forecast if inference else built.train
     warm_up(WARMUP_STEPS)
     figures: dict[str, Any] = {"seconds": built.seconds(steps, inference)}
@@ -108,16 +110,24 @@ def thinned(curve: list[tuple[str, int]]) -> list[tuple[str, int]]:
 def row_of(case: Case, turns: list[Any]) -> dict[str, Any]:
     """The figures of a case, of the rank that has most. turns: figures of every rank, None where memory ran out."""
     row: dict[str, Any] = {
-        "layout": case.name, "ranks": case.ranks, "batch": case.config.global_batch_size,
+        "layout": case.name,
+        "ranks": case.ranks,
+        "batch": case.config.global_batch_size,
         "out_of_memory": None in turns,
-    }  # fmt: skip
+    }
     if None in turns:
         return row
     # The harmonic mean: ranks that do not wait for one another add up their speeds.
     seconds = [statistics.harmonic_mean(figures["seconds"] for figures in turn) for turn in turns]
+    median = statistics.median(seconds)
+    first_turn = turns[0]  # in which memory and messages were measured
+    memory = DataFrame([figures["memory"] for figures in first_turn], dtype=float)
+    messages = [figures["messages"] for figures in first_turn]
     return row | {
-        "seconds": statistics.median(seconds), "seconds_of_rounds": seconds,
-        "samples_per_sec": row["batch"] / statistics.median(seconds),
-        "memory": DataFrame([figures["memory"] for figures in turns[0]], dtype=float).max(skipna=False).to_dict(),
-        "messages": by_phase(*[figures["messages"] for figures in turns[0]]), "curve": turns[0][0]["curve"],
-    }  # fmt: skip
+        "seconds": median,
+        "seconds_of_rounds": seconds,
+        "samples_per_sec": row["batch"] / median,
+        "memory": memory.max(skipna=False).to_dict(),
+        "messages": by_phase(*messages),
+        "curve": first_turn[0]["curve"],
+    }

@@ -44,7 +44,10 @@ LEAD_IN = 4  # untimed iterations of each turn: they use up the batches that wer
 SMALLEST_PRODUCT, ENOUGH_SECONDS = 256, 0.2
 
 
-def ladder(config: Config, workers: int) -> list[tuple[str, dict[str, Any], str | None]]:
+def ladder(
+    config: Config,
+    workers: int,
+) -> list[tuple[str, dict[str, Any], str | None]]:
     """Steps as (name, options that it adds, reason to skip it or None).
 
     Those of TRIED are measured in their place but not kept.
@@ -90,12 +93,20 @@ class Climb:
             flops = speed * flops_per_sample
             peak = max(turn["matmul_flops_per_sec"] for turn in turns)
             losses = turns[-1]["losses"]
-            rows.append({
-                "step": name, "samples_per_sec": speed, "of_previous": speed / kept if kept else None,
-                "of_first": speed / rows[0]["samples_per_sec"] if rows else 1.0, "data_wait": waited / seconds,
-                "tera": flops / 1e12, "mfu": flops / peak,
-                "gib": max(turn["peak_memory_bytes"] for turn in turns) / GIB, "losses": losses, "loss": losses[-1],
-            })  # fmt: skip
+            rows.append(
+                {
+                    "step": name,
+                    "samples_per_sec": speed,
+                    "of_previous": speed / kept if kept else None,
+                    "of_first": speed / rows[0]["samples_per_sec"] if rows else 1.0,
+                    "data_wait": waited / seconds,
+                    "tera": flops / 1e12,
+                    "mfu": flops / peak,
+                    "gib": max(turn["peak_memory_bytes"] for turn in turns) / GIB,
+                    "losses": losses,
+                    "loss": losses[-1],
+                }
+            )
             if name not in TRIED:
                 kept = speed
         return rows
@@ -122,7 +133,12 @@ class Climb:
 
 
 def run(
-    words: list[str], workers: int, steps: int, rounds: int, read_delay_ms: float = 0.0, json: str | None = None
+    words: list[str],
+    workers: int,
+    steps: int,
+    rounds: int,
+    read_delay_ms: float = 0.0,
+    json: str | None = None,
 ) -> dict[str, Any]:
     """Measure the ladder and print its table; returns the figures, as JSON has them.
 

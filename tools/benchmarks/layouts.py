@@ -100,7 +100,11 @@ def run(
     return {"preset": preset, "inference": inference, "config": config.config, "machine": machine(device), "rows": rows}
 
 
-def strategy_cases(words: list[str], strategies: Sequence[str], size: int) -> list[Case]:
+def strategy_cases(
+    words: list[str],
+    strategies: Sequence[str],
+    size: int,
+) -> list[Case]:
     """The cases of a number of ranks; in one rank the strategies are all the same."""
     batch = load_config(words).global_batch_size  # of one rank
     words = [*words, f"--local_batch_size={batch}", f"--global_batch_size={batch * size}"]
@@ -110,7 +114,11 @@ def strategy_cases(words: list[str], strategies: Sequence[str], size: int) -> li
     return cases if size > 1 else cases[:1]
 
 
-def layout_cases(words: list[str], layouts: Sequence[str], size: int | None = None) -> list[Case]:
+def layout_cases(
+    words: list[str],
+    layouts: Sequence[str],
+    size: int | None = None,
+) -> list[Case]:
     """The cases of an embedding size, None for that of the words, all with the same whole batch."""
     words = ["--config=mp_quick", *words, *([f"--embed_dim={size}"] if size else [])]
     cases = [build_case(ONE, "train_mp.py", words, 1)]
@@ -121,7 +129,11 @@ def layout_cases(words: list[str], layouts: Sequence[str], size: int | None = No
     return cases
 
 
-def domain_cases(words: list[str], layouts: Sequence[str], side: int) -> list[Case]:
+def domain_cases(
+    words: list[str],
+    layouts: Sequence[str],
+    side: int,
+) -> list[Case]:
     """The cases of square images; a device, or those that share an image, take one image at a time."""
     words = ["--config=classify_quick", *words, "--img_size", str(side), str(side)]
     cases = [build_case(ONE, "train_shard.py", [*words, "--global_batch_size=1"], 1)]
@@ -141,7 +153,10 @@ def split_words(sizes: dict[str, str]) -> list[str]:
     return words if sizes["pp"] == "1" else [*words, f"--gradient_accumulation={2 * int(sizes['pp'])}"]
 
 
-def parse_layout(text: str, dims: Sequence[str]) -> tuple[dict[str, str], int]:
+def parse_layout(
+    text: str,
+    dims: Sequence[str],
+) -> tuple[dict[str, str], int]:
     """Sizes and ranks of a layout: 'domain2x2xdp2,amp_mode=bf16' -> {'domain': '2x2', 'dp': '2', others: '1'}, 8.
 
     dims: those that it may have. Raises UsageError, with an example, for anything else, and for a layout of one rank.

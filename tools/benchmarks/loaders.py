@@ -39,7 +39,13 @@ STORES: dict[str, Any] = {
 LEAD_IN = 4  # untimed batches: rings and queues reach their steady state
 
 
-def run(words: list[str], workers: int, frames: int, batches: int, rounds: int) -> dict[str, Any]:
+def run(
+    words: list[str],
+    workers: int,
+    frames: int,
+    batches: int,
+    rounds: int,
+) -> dict[str, Any]:
     """Measure and print a table; returns the figures, as JSON has them.
 
     words: options of the config. workers: of each loader. frames: of the training data, copied into one file. batches:
@@ -47,9 +53,56 @@ def run(words: list[str], workers: int, frames: int, batches: int, rounds: int) 
     """
     config = load_config(words)
     device = select_device(config.device)
+    loaders = _loaders(batches, device)
+    measures = {name: measure for name, (measure, _) in loaders.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        _write_frames(config, Path(folder), frames)
+        turns: list[dict[str, float]] = [{} for _ in range(rounds)]
+        for number, name, measure in in_turns(measures, rounds):
+            _, stored = loaders[name]
+            data = str(Path(folder) / stored)
+            own = {"train_data_path": data, "valid_data_path": data, "num_data_workers": workers}
+            turns[number][name] = measure(config.model_copy(update=own))
+
+    # Ratios are taken within a round.
+    speeds = DataFrame(turns)
+    size = sample_bytes(config)
+    medians = speeds.median()
+    ratios = speeds.div(speeds["plain"], axis=0).median()
+    # The plain design on the same store shows what of a ratio is the store's, and what is the reader's.
+    same_store = speeds.copy()
+    for name in speeds.columns:
+        _, stored = loaders[name]
+        plain = "plain" if stored == "hdf5" else f"plain, {stored}"
+        same_store[name] = speeds[name] / speeds[plain]
+    results: list[dict[str, Any]] = DataFrame(
+        {
+            "loader": speeds.columns,
+            "samples_per_sec": medians,
+            "bytes_per_sec": medians * size,
+            "ratio_to_plain": ratios,
+            "ratio_to_plain_on_store": same_store.median(),
+        }
+    ).to_dict("records")
+
+    rows = [result | {"giga": result["bytes_per_sec"] / 1e9} for result in results]
+    print(format_tables("data", rows))
+    print(
+        f"{workers} workers, batch {config.global_batch_size}, a sample is {size / 1e6:.1f} MB; GB/s as if all "
+        "of it were read"
+    )
+    if not installed("nvidia.dali"):
+        print("DALI: not installed (requirements-dali.txt)")
+    return {"config": config.config, "machine": machine(device), "workers": workers, "loaders": results}
+
+
+def _loaders(
+    batches: int,
+    device: torch.device,
+) -> dict[str, tuple[Callable[[Config], float], str]]:
+    """{name: (what measures it, how its data are stored)} of all loaders that this machine has."""
     plain = partial(_plain, batches)
     ours = partial(_ours, batches, "pytorch", device)
-    # {name: (what measures it, how its data are stored)}
     loaders: dict[str, tuple[Callable[[Config], float], str]] = {
         "plain": (plain, "hdf5"),
         "ours": (ours, "hdf5"),
@@ -60,35 +113,7 @@ def run(words: list[str], workers: int, frames: int, batches: int, rounds: int) 
         for name in STORES:
             loaders[f"plain, {name}"] = plain, name
             loaders[f"ours, {name}"] = ours, name
-    measures = {name: measure for name, (measure, _) in loaders.items()}
-    with tempfile.TemporaryDirectory() as folder:
-        _write_frames(config, Path(folder), frames)
-        turns: list[dict[str, float]] = [{} for _ in range(rounds)]
-        for number, name, measure in in_turns(measures, rounds):
-            _, stored = loaders[name]
-            data = str(Path(folder) / stored)
-            own = {"train_data_path": data, "valid_data_path": data, "num_data_workers": workers}
-            turns[number][name] = measure(config.model_copy(update=own))
-    speeds, size = DataFrame(turns), sample_bytes(config)
-    medians = speeds.median()
-    ratios = speeds.div(speeds["plain"], axis=0).median()
-    # The plain design on the same store shows what of a ratio is the store's, and what is the reader's.
-    same_store = speeds.copy()
-    for name in speeds.columns:
-        _, stored = loaders[name]
-        same_store[name] = speeds[name] / speeds["plain" if stored == "hdf5" else f"plain, {stored}"]
-    results: list[dict[str, Any]] = DataFrame({
-        "loader": speeds.columns, "samples_per_sec": medians, "bytes_per_sec": medians * size,
-        "ratio_to_plain": ratios, "ratio_to_plain_on_store": same_store.median(),
-    }).to_dict("records")  # fmt: skip
-    print(format_tables("data", [r | {"giga": r["bytes_per_sec"] / 1e9} for r in results]))
-    print(
-        f"{workers} workers, batch {config.global_batch_size}, a sample is {size / 1e6:.1f} MB; GB/s as if all "
-        "of it were read"
-    )
-    if not installed("nvidia.dali"):
-        print("DALI: not installed (requirements-dali.txt)")
-    return {"config": config.config, "machine": machine(device), "workers": workers, "loaders": results}
+    return loaders
 
 
 def _write_frames(config: Config, folder: Path, frames: int) -> None:
@@ -169,7 +194,12 @@ def _open_fields(path: Path) -> Any:
     return zarr.open_array(path / "fields", mode="r")
 
 
-def _timed(batches: Iterator[Any], count: int, batch_size: int, device: torch.device) -> float:
+def _timed(
+    batches: Iterator[Any],
+    count: int,
+    batch_size: int,
+    device: torch.device,
+) -> float:
     def take(number: int) -> None:
         for _ in range(number):
             next(batches)

@@ -128,9 +128,10 @@ def start(run: Case) -> int:
     command = [sys.executable, *(launcher if run.ranks > 1 else []), run.script, *run.words]
     with StopRequest() as stop:
         process = subprocess.Popen(
-            command, env={"OMP_NUM_THREADS": "1", **os.environ},
+            command,
+            env={"OMP_NUM_THREADS": "1", **os.environ},
             start_new_session=True,  # or Ctrl-C would reach it twice
-        )  # fmt: skip
+        )
         while process.poll() is None and not stop.made:
             time.sleep(POLL_SECONDS)
         if stop.made:
@@ -155,11 +156,17 @@ def collect(runs: Sequence[Case]) -> list[dict[str, Any]]:
         if summary_file(run).exists():
             summary, batch = read_json(summary_file(run)), run.config.global_batch_size
             speed = summary["samples_per_sec"]
-            rows.append({
-                "run": run.name, "ranks": run.ranks, "batch": batch, "samples_per_sec": speed,
-                "device_hours": run.ranks * batch * summary["iterations"] / speed / 3600,
-                "val_loss": summary.get("val_loss"), "gib": summary["peak_memory_bytes"] / 2**30,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "run": run.name,
+                    "ranks": run.ranks,
+                    "batch": batch,
+                    "samples_per_sec": speed,
+                    "device_hours": run.ranks * batch * summary["iterations"] / speed / 3600,
+                    "val_loss": summary.get("val_loss"),
+                    "gib": summary["peak_memory_bytes"] / 2**30,
+                }
+            )
     base = min(rows, key=lambda row: (row["ranks"], -row["samples_per_sec"]), default={})
     for row in rows:
         row["speedup"] = row["samples_per_sec"] / base["samples_per_sec"]

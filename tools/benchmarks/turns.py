@@ -8,7 +8,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def in_turns(cases: Mapping[str, T], rounds: int, left_out: Container[str] = ()) -> Iterator[tuple[int, str, T]]:
+def in_turns(
+    cases: Mapping[str, T],
+    rounds: int,
+    left_out: Container[str] = (),
+) -> Iterator[tuple[int, str, T]]:
     """All cases in each round, as (number of the round, name, case), but those that are left out by then."""
     started, turns = time.monotonic(), [(number, name) for number in range(rounds) for name in cases]
     for turn, (number, name) in enumerate(turns, 1):

@@ -52,7 +52,13 @@ class Judge(AbstractContextManager):
     trials; by default those that are made here. plans: whether ranks are held against their plan.
     """
 
-    def __init__(self, base: Base, patience: float = HANG_SECONDS, teams: Any = None, plans: bool = True):
+    def __init__(
+        self,
+        base: Base,
+        patience: float = HANG_SECONDS,
+        teams: Any = None,
+        plans: bool = True,
+    ):
         self.base, self.plans = base, plans
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
@@ -213,7 +219,12 @@ def planned_counts(_: Process, case: Case, wide: bool) -> Counts:
 
 
 def faults(
-    outcomes: Sequence[Outcome], wanted: Outcome, start: int, stop: int, tolerances: dict[str, float], is_own: bool
+    outcomes: Sequence[Outcome],
+    wanted: Outcome,
+    start: int,
+    stop: int,
+    tolerances: dict[str, float],
+    is_own: bool,
 ) -> Verdict | None:
     """The finding where ranks differ from one device, or from one another; None where they do not.
 

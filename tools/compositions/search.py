@@ -65,16 +65,23 @@ class Report:
         """The report as JSON can hold it."""
         findings = []
         for finding in self.findings:
-            findings.append({
-                "kind": finding.verdict.kind, "text": finding.verdict.text, "composition": finding.composition.name,
-                "command": finding.command, "seen": finding.seen,
-            })  # fmt: skip
+            findings.append(
+                {
+                    "kind": finding.verdict.kind,
+                    "text": finding.verdict.text,
+                    "composition": finding.composition.name,
+                    "command": finding.command,
+                    "seen": finding.seen,
+                }
+            )
         return {
-            "seed": self.seed, **{name: self.results[name] for name in (EQUAL, REFUSED, FINDING)},
+            "seed": self.seed,
+            **{name: self.results[name] for name in (EQUAL, REFUSED, FINDING)},
             "pairs": {"all": self.pairs, "left": self.pairs_left, "refused": self.pairs_refused},
-            "refusals": dict(self.refusals.most_common()), "findings": findings,
+            "refusals": dict(self.refusals.most_common()),
+            "findings": findings,
             "keys_without_values": self.without_values,
-        }  # fmt: skip
+        }
 
     def text(self) -> str:
         """The report for people."""
@@ -89,7 +96,13 @@ class Report:
         return "\n".join(lines)
 
 
-def search(base: Base, draws: Draws, judge: Judge, report: Report, end: float) -> None:
+def search(
+    base: Base,
+    draws: Draws,
+    judge: Judge,
+    report: Report,
+    end: float,
+) -> None:
     """Run drawn compositions until the time `end`, and put what comes out into a report."""
     for composition in draws:
         if time.monotonic() > end:
@@ -105,7 +118,13 @@ def search(base: Base, draws: Draws, judge: Judge, report: Report, end: float) -
     report.pairs_refused = len(draws.illegal)
 
 
-def note(report: Report, composition: Composition, verdict: Verdict, base: Base, judge: Judge) -> None:
+def note(
+    report: Report,
+    composition: Composition,
+    verdict: Verdict,
+    base: Base,
+    judge: Judge,
+) -> None:
     """Count a finding that is known, or make a new one small and print it."""
     for known in report.findings:
         if known.verdict.kind == verdict.kind and composition.holds(known.composition):
@@ -182,9 +201,11 @@ def choices_of_ranks(ranks: int, options: dict[str, Any]) -> Iterator[Choice]:
 def main(argv: Sequence[str]) -> int:
     """Command line of `plan.py check --all`; returns the exit status: 0 where nothing was found, else 1."""
     parser = ArgumentParser(
-        prog="plan.py check --all", description=__doc__.partition("\n")[0], allow_abbrev=False,
+        prog="plan.py check --all",
+        description=__doc__.partition("\n")[0],
+        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     option = parser.add_argument
     option("--all", action="store_true", help="compositions of options, in place of --layouts")
     option("--minutes", type=real(0, 10**4), default=20, help="how long to draw compositions (%(default)s)")

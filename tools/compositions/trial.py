@@ -148,7 +148,11 @@ def checkpoints(rank: Process, trial: Trial) -> CheckpointFolder | None:
     return rank.kept[key]
 
 
-def batches(step: TrainingStep, start: int, stop: int) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+def batches(
+    step: TrainingStep,
+    start: int,
+    stop: int,
+) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
     """(iteration, this rank's part of its batch); the batch is the same in every layout."""
     config = step.config
     random = torch.Generator().manual_seed(config.seed)

@@ -25,7 +25,12 @@ from weather.remote_store import RemoteOptions
 from weather.time_axis import show
 
 
-def run_config(folder: Path | str, words: Sequence[str], world_size: int, splits: Collection[str]) -> Config:
+def run_config(
+    folder: Path | str,
+    words: Sequence[str],
+    world_size: int,
+    splits: Collection[str],
+) -> Config:
     """The Config of the run in a folder, overridden by the words of a command line.
 
     splits: the keys by which this program can split a model; the layout of the run itself does not matter. The local
@@ -129,7 +134,11 @@ class DatedFrames:
         return f"{self.folder} has {show(self.times[0])} to {show(self.times[-1])}, every {self.interval} hours"
 
 
-def choose_starts(frames: DatedFrames, leads: Sequence[int], wanted: int | Sequence[str]) -> np.ndarray:
+def choose_starts(
+    frames: DatedFrames,
+    leads: Sequence[int],
+    wanted: int | Sequence[str],
+) -> np.ndarray:
     """The dates at which the forecasts start, (N,) datetime64[s], increasing.
 
     leads: hours, increasing. wanted: dates as text, or a number of dates; these are spread evenly over all dates that

@@ -51,7 +51,11 @@ def prepare_folder(path: Path | str) -> None:
         (path / SKILL).write_text("{}\n")
 
 
-def attributes(checkpoint: Path, marker: dict[str, Any], split: str) -> dict[str, str]:
+def attributes(
+    checkpoint: Path,
+    marker: dict[str, Any],
+    split: str,
+) -> dict[str, str]:
     """The origin of a forecast, as attributes of its files."""
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {

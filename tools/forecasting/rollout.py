@@ -106,7 +106,13 @@ class _Rollout:
         self.skill = LeadTimeSkill(len(leads), self.grid.latitude, statistics, frames.device)
         self.spectra = LeadTimeSpectra(leads, self.grid, self.stds, frames.device)
 
-    def forecast(self, dates: np.ndarray, count: int, keeps: bool, shows: bool) -> Example | None:
+    def forecast(
+        self,
+        dates: np.ndarray,
+        count: int,
+        keeps: bool,
+        shows: bool,
+    ) -> Example | None:
         """Forecast from some dates, of which the first `count` are scored.
 
         keeps: whether fields are wanted: forecasts (B, L, C, H, W), in physical units. shows: also the truth (L, H, W)
@@ -170,7 +176,13 @@ class LeadTimeSkill:
     statistics: of the output channels. latitude: (H,) degrees.
     """
 
-    def __init__(self, steps: int, latitude: np.ndarray, statistics: Sequence[np.ndarray], device: torch.device):
+    def __init__(
+        self,
+        steps: int,
+        latitude: np.ndarray,
+        statistics: Sequence[np.ndarray],
+        device: torch.device,
+    ):
         means, stds, time_means = map(torch.from_numpy, statistics)
         self.climatology = ((time_means - means) / stds).to(device)
         self.metrics = {

@@ -52,7 +52,13 @@ class LeadTimeSpectra:
     leads: of all steps, hours. grid: of whole images; its rows need not be whole circles. stds: (C, 1, 1).
     """
 
-    def __init__(self, leads: Sequence[int], grid: Grid, stds: Tensor, device: torch.device):
+    def __init__(
+        self,
+        leads: Sequence[int],
+        grid: Grid,
+        stds: Tensor,
+        device: torch.device,
+    ):
         latitude, width = np.abs(grid.latitude), len(grid.longitude)
         middle = (MIDDLE[0] <= latitude) & (latitude <= MIDDLE[1])
         rows = np.flatnonzero(middle if middle.any() else latitude < 89.9)  # a grid may have none: then all but poles

@@ -12,7 +12,11 @@ from utils.device import library, synchronize
 HEAD_START = 2048  # side of the products that keep a GPU busy while the host queues what is measured
 
 
-def timed(device: torch.device, work: Callable[..., Any], *args: Any) -> tuple[float, Any]:
+def timed(
+    device: torch.device,
+    work: Callable[..., Any],
+    *args: Any,
+) -> tuple[float, Any]:
     """(seconds of work(*args), what it returns): from an idle device to the end of all that was queued."""
     synchronize(device)
     started = time.perf_counter()
@@ -21,7 +25,11 @@ def timed(device: torch.device, work: Callable[..., Any], *args: Any) -> tuple[f
     return time.perf_counter() - started, result
 
 
-def device_seconds(device: torch.device, work: Callable[..., Any], *args: Any) -> float:
+def device_seconds(
+    device: torch.device,
+    work: Callable[..., Any],
+    *args: Any,
+) -> float:
     """Seconds that a device takes for work(*args), without the host's time to queue it, which may be longer.
 
     The host gets a head start: products keep the device busy until all is queued. Two events of the device stand

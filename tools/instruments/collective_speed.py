@@ -30,8 +30,16 @@ def places(nodes: Sequence[Sequence[int]]) -> dict[str, list[list[int]]]:
 
     nodes: the ranks of each node. Groups of one rank are left out.
     """
-    groups_of = {"inside": list(map(list, nodes)), "across": [list(peers) for peers in zip(*nodes, strict=False)]}
-    return {place: kept for place, groups in groups_of.items() if (kept := [g for g in groups if len(g) > 1])}
+    groups_of = {
+        "inside": [list(ranks) for ranks in nodes],
+        "across": [list(peers) for peers in zip(*nodes, strict=False)],
+    }
+    found = {}
+    for place, groups in groups_of.items():
+        several = [group for group in groups if len(group) > 1]
+        if several:
+            found[place] = several
+    return found
 
 
 def calls_of(
@@ -43,9 +51,12 @@ def calls_of(
     """
     ranks, rank = group.size(), group.rank()
 
-    def exchange():  # with the ranks beside: what a pipeline sends forward and backward
-        sends = dist.P2POp(dist.isend, whole, group=group, group_peer=(rank + 1) % ranks)
-        takes = dist.P2POp(dist.irecv, other, group=group, group_peer=(rank - 1) % ranks)
+    def exchange():
+        """Send to the next rank and receive from the one before, as a pipeline does forward and backward."""
+        following = (rank + 1) % ranks
+        previous = (rank - 1) % ranks
+        sends = dist.P2POp(dist.isend, whole, group=group, group_peer=following)
+        takes = dist.P2POp(dist.irecv, other, group=group, group_peer=previous)
         for work in dist.batch_isend_irecv([sends, takes]):
             work.wait()
 
@@ -67,11 +78,12 @@ def are_right(device: torch.device, dtype: torch.dtype) -> dict[str, bool]:
     factors = torch.arange(ranks, device=device) % 3 + 1  # of the ranks
     pattern = torch.arange(ranks * CHECKED, device=device) % 5
     total = pattern * factors.sum()
+    exchanged = pattern.view(ranks, CHECKED)[rank] * factors[:, None]  # (ranks, CHECKED): a row of every rank
     expected = {
         "all_reduce": total,
         "all_gather": factors.repeat_interleave(CHECKED),
         "reduce_scatter": total.view(ranks, CHECKED)[rank],
-        "all_to_all": (pattern.view(ranks, CHECKED)[rank] * factors[:, None]).flatten(),
+        "all_to_all": exchanged.flatten(),
         "broadcast": pattern * factors[0],
         "send": pattern * factors[rank - 1],
     }
@@ -80,14 +92,22 @@ def are_right(device: torch.device, dtype: torch.dtype) -> dict[str, bool]:
     right = {}
     for kind, numbers in expected.items():
         whole = (pattern * factors[rank]).to(dtype)
-        part = torch.full((CHECKED,), int(factors[rank]), device=device, dtype=dtype)
-        call, _, received = calls_of(group, part, whole, torch.zeros_like(whole))[kind]
+        own = int(factors[rank])
+        part = torch.full((CHECKED,), own, device=device, dtype=dtype)
+        other = torch.zeros_like(whole)
+        call, _, received = calls_of(group, part, whole, other)[kind]
         call()
-        right[kind] = torch.allclose(received.float(), numbers.float(), rtol=0.02)  # partial sums are rounded
+        # Partial sums are rounded.
+        right[kind] = torch.allclose(received.float(), numbers.float(), rtol=0.02)
     return right
 
 
-def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device) -> Point:
+def measure(
+    kind: str,
+    group: dist.ProcessGroup,
+    size: int,
+    device: torch.device,
+) -> Point:
     """The Point of a collective of tensors of `size` bytes: the median of batches, of the slowest rank.
 
     Each call follows a matrix product, whose time is taken out: in a step ranks come to a message at different moments,
@@ -96,8 +116,11 @@ def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device
     ranks = group.size()
     part = torch.zeros(max(1, size // 4 // ranks), device=device)
     whole = torch.zeros(len(part) * ranks, device=device)
-    call, given, _ = calls_of(group, part, whole, torch.empty_like(whole))[kind]
-    sent = bytes_sent(kind, given.nbytes, ranks) if kind != "all_to_all" else given.nbytes * (ranks - 1) / ranks
+    other = torch.empty_like(whole)
+    call, given, _ = calls_of(group, part, whole, other)[kind]
+    sent = bytes_sent(kind, given.nbytes, ranks)
+    if kind == "all_to_all":
+        sent = given.nbytes * (ranks - 1) / ranks  # a rank keeps its own share
     factor = torch.rand(PRODUCT, PRODUCT, device=device)
 
     def batch(times, calls=1):
@@ -106,18 +129,31 @@ def measure(kind: str, group: dist.ProcessGroup, size: int, device: torch.device
             for _ in range(calls):
                 call()
 
+    # How often a call fits into a measurement: as often on all ranks.
     batch(1)
-    number = torch.tensor([SECONDS / max(timed(device, batch, 2)[0] / 2, 1e-6)], device=device)
-    dist.all_reduce(number, dist.ReduceOp.MIN, group)  # as many on all ranks
+    of_two, _ = timed(device, batch, 2)
+    fitting = SECONDS / max(of_two / 2, 1e-6)
+    number = torch.tensor([fitting], device=device)
+    dist.all_reduce(number, dist.ReduceOp.MIN, group)
     times = max(1, int(number))
-    pairs = [(timed(device, batch, times)[0], timed(device, batch, times, 0)[0]) for _ in range(BATCHES)]
-    usual = torch.tensor([max(1e-6, statistics.median(both - alone for both, alone in pairs) / times)], device=device)
+
+    # Products with calls, less products alone.
+    differences = []
+    for _ in range(BATCHES):
+        with_calls, _ = timed(device, batch, times)
+        alone, _ = timed(device, batch, times, 0)
+        differences.append(with_calls - alone)
+    of_a_call = max(1e-6, statistics.median(differences) / times)
+    usual = torch.tensor([of_a_call], device=device)
     dist.all_reduce(usual, dist.ReduceOp.MAX, group)
     return float(sent), float(usual)
 
 
 def all_points(
-    groups: Sequence[Sequence[int]], device: torch.device, sizes: Sequence[int], kinds: Sequence[str] = KINDS
+    groups: Sequence[Sequence[int]],
+    device: torch.device,
+    sizes: Sequence[int],
+    kinds: Sequence[str] = KINDS,
 ) -> dict[str, list[Point]]:
     """{kind: its Points} in the group of this rank among `groups`, as fast as in the slowest group; all ranks call it.
 
@@ -126,7 +162,9 @@ def all_points(
     group, _ = dist.new_subgroups_by_enumeration([*map(list, groups)])
     points = {}
     for kind in kinds:
-        measured = [measure(kind, group, size, device) if group else (0.0, 0.0) for size in sizes]
+        measured = [(0.0, 0.0)] * len(sizes)  # of a rank in no group, so that the largest is that of a group
+        if group:
+            measured = [measure(kind, group, size, device) for size in sizes]
         table = torch.tensor(measured, dtype=torch.float64).to(device, torch.float32)
         dist.all_reduce(table, dist.ReduceOp.MAX)
         points[kind] = [(float(sent), float(seconds)) for sent, seconds in table.tolist()]
@@ -141,8 +179,15 @@ def fit(points: Sequence[Point]) -> tuple[float, float]:
     sent, seconds = np.array(points, dtype=float).T
 
     def off(logs):
-        return np.log((np.exp(logs[0]) + sent / np.exp(logs[1])) / seconds)
+        """Logarithms of fitted seconds to measured ones."""
+        latency = np.exp(logs[0])
+        bandwidth = np.exp(logs[1])
+        fitted = latency + sent / bandwidth
+        return np.log(fitted / seconds)
 
-    start = np.log([seconds.min(), max(1.0, (sent / seconds).max())])
-    latency, bandwidth = np.exp(least_squares(off, start, loss="soft_l1", f_scale=0.1).x)
+    # Begin at the shortest time and the largest rate.
+    largest_rate = (sent / seconds).max()
+    start = np.log([seconds.min(), max(1.0, largest_rate)])
+    best = least_squares(off, start, loss="soft_l1", f_scale=0.1)
+    latency, bandwidth = np.exp(best.x)
     return float(latency), float(bandwidth)

@@ -34,10 +34,22 @@ class Watch(TorchDispatchMode):
         """True: torch.compile does not run under other modes; what compiled code does comes by here as well."""
         return True
 
-    def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+    def saw(
+        self,
+        func: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
         """func: a torch._ops.OpOverload, which has made `result` from the arguments."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
+    ) -> Any:
         with LocalTensors():  # down here a ShardTensor is its local part
             result = func(*args, **(kwargs or {}))
             self.saw(func, args, kwargs or {}, result)
@@ -56,7 +68,13 @@ class CollectiveCounter(Watch):
         self.calls = Counter[str]()
         self.bytes = Counter[str]()
 
-    def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+    def saw(
+        self,
+        func: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
         """Count a collective."""
         if found := collective(func, args, kwargs):
             self.calls[found.kind] += 1
@@ -72,7 +90,11 @@ class Collective(NamedTuple):
     tensors: list[Any]
 
 
-def collective(func: Any, args: tuple, kwargs: dict[str, Any]) -> Collective | None:
+def collective(
+    func: Any,
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Collective | None:
     """The Collective of an operator (torch._ops.OpOverload) with these arguments; None for any other operator."""
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None
@@ -80,13 +102,20 @@ def collective(func: Any, args: tuple, kwargs: dict[str, Any]) -> Collective | N
     kind = next((kind for kind in KINDS if name.startswith(kind.replace("_", ""))), None)
     if kind is None:
         return None
-    arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+
+    # The arguments by name.
+    names = [argument.name for argument in func._schema.arguments]
+    arguments = dict(zip(names, args, strict=False)) | kwargs
     tensors = [arguments[name] for name in INPUTS if name in arguments]
-    group, size = _group(arguments), _nbytes(tensors)
+    group = _group(arguments)
+    size = _nbytes(tensors)
+
     sent = int(bytes_sent(kind, size, group.size()))
     if kind == "all_to_all":
+        # The parts for the other ranks, which may be uneven.
         rows = arguments.get("input_split_sizes") or [1] * group.size()
-        sent = size * (sum(rows) - rows[group.rank()]) // max(1, sum(rows))
+        to_others = sum(rows) - rows[group.rank()]
+        sent = size * to_others // max(1, sum(rows))
     return Collective(kind, sent, group, tensors)
 
 
@@ -95,7 +124,12 @@ def bytes_sent(kind: str, size: float, ranks: int) -> float:
     if kind in ("recv", "barrier"):
         return 0
     others = ranks - 1
-    factors = {"all_reduce": (2 * others, ranks), "all_gather": (others, 1), "reduce_scatter": (others, ranks)}
+    # {kind: (times its tensor, shared by so many)}; any other kind sends its tensor once.
+    factors = {
+        "all_reduce": (2 * others, ranks),
+        "all_gather": (others, 1),
+        "reduce_scatter": (others, ranks),
+    }
     times, shared_by = factors.get(kind, (1, 1))
     return size * times // shared_by
 

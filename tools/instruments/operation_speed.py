@@ -81,7 +81,12 @@ def _sets(device, dtype, shapes):
     return [[tensor.clone() for tensor in made] for _ in range(min(32, max(2, number)))]
 
 
-def seconds_of(operation: Callable[..., object], sets: list[Any], device: torch.device, seconds: float) -> float:
+def seconds_of(
+    operation: Callable[..., object],
+    sets: list[Any],
+    device: torch.device,
+    seconds: float,
+) -> float:
     """Seconds of a call, the median of some batches. Results are kept for a while, as in a step."""
     results: deque[object] = deque(maxlen=len(sets))
     turns = cycle(sets)
@@ -96,7 +101,11 @@ def seconds_of(operation: Callable[..., object], sets: list[Any], device: torch.
     return statistics.median(device_seconds(device, batch, calls) / calls for _ in range(BATCHES))
 
 
-def measure(device: torch.device, dtypes: tuple[torch.dtype, ...], seconds: float = 0.002) -> Measured:
+def measure(
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
+    seconds: float = 0.002,
+) -> Measured:
     """Seconds of operations. seconds: for each of them, at least. What several operators share, each has its part of.
 
     On a CPU the host's time of the smallest operation is taken out: it counts by operation.

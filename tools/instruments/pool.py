@@ -33,9 +33,12 @@ class OutOfMemory(RankError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an exception says that memory has run out, on any device."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY)
-    )
+    if isinstance(error, MemoryError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    return any(words in text for words in OUT_OF_MEMORY)
 
 
 class RanksFailed(Exception):
@@ -53,7 +56,9 @@ class Process:
     """
 
     def __init__(self, number: int = 0, pipe: Any = None, device: Any = None):
-        self.number, self.pipe, self.device = number, pipe, device
+        self.number = number
+        self.pipe = pipe
+        self.device = device
         self.kept: dict[Any, Any] = {}
 
     def answer(self, value: Any) -> None:
@@ -89,31 +94,31 @@ class Pool(AbstractContextManager):
     """
 
     def __init__(self, context: Any = None, daemon: bool = True, name: str = "rank"):
-        self.context, self.daemon, self.name = context or multiprocessing.get_context("spawn"), daemon, name
+        self.context = context or multiprocessing.get_context("spawn")
+        self.daemon = daemon
+        self.name = name
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
 
-    def call(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 1e6) -> list[Any]:
+    def call(
+        self,
+        size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 1e6,
+    ) -> list[Any]:
         """[function(process, *args) of the first `size` processes]; it is sent by its name.
 
         timeout: seconds for all. Raises RanksFailed; the processes, of which some may wait for one another, are ended.
         """
         try:
-            while (number := len(self.processes)) < size:
-                ours, theirs = self.context.Pipe()
-                serve = Process(number, theirs).serve
-                process = self.context.Process(target=serve, daemon=self.daemon, name=f"{self.name} {number}")
-                process.start()
-                theirs.close()
-                self.processes.append(process)
-                self.pipes.append(ours)
+            while len(self.processes) < size:
+                self._start_process()
             for pipe in self.pipes[:size]:
                 with suppress(OSError):  # a rank that is gone shows by its missing answer
                     pipe.send_bytes(pickle.dumps((function, args)))
             answers = self._answers(size, time.monotonic() + timeout)
-            failures = {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, Exception)}
-            if not failures:
-                failures = {rank: NoAnswer("no answer") for rank in range(size) if rank not in answers}
+            failures = _failures(size, answers)
             if failures:
                 raise RanksFailed(failures)
         except BaseException:
@@ -121,19 +126,38 @@ class Pool(AbstractContextManager):
             raise
         return [answers[rank] for rank in range(size)]
 
+    def _start_process(self) -> None:
+        """Start one more process, with a pipe to it."""
+        number = len(self.processes)
+        ours, theirs = self.context.Pipe()
+        process = self.context.Process(
+            target=Process(number, theirs).serve,
+            daemon=self.daemon,
+            name=f"{self.name} {number}",
+        )
+        process.start()
+        theirs.close()
+        self.processes.append(process)
+        self.pipes.append(ours)
+
     def _answers(self, size: int, end: float) -> dict[int, Any]:
         """{rank: its answer} until the time `end`, or soon after the first error."""
         answers: dict[int, Any] = {}
         waiting = dict(zip(self.pipes, range(size), strict=False))
-        while waiting and (ready := wait(list(waiting), max(0, end - time.monotonic()))):
+        while waiting:
+            seconds_left = max(0, end - time.monotonic())
+            ready = wait(list(waiting), seconds_left)
+            if not ready:
+                break
             for pipe in cast(list[Connection], ready):
                 rank = waiting.pop(pipe)
                 try:
                     answers[rank] = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionError):
                     self.processes[rank].join(1)
-                    killed = self.processes[rank].exitcode == -signal.SIGKILL  # by the system, which lacked memory
-                    kind = OutOfMemory if killed else RankError
+                    # The system kills what lacks memory.
+                    was_killed = self.processes[rank].exitcode == -signal.SIGKILL
+                    kind = OutOfMemory if was_killed else RankError
                     answers[rank] = kind(f"rank {rank} of {size} has ended (out of memory?)")
                 if isinstance(answers[rank], Exception):
                     end = min(end, time.monotonic() + FAREWELL_SECONDS)
@@ -149,6 +173,17 @@ class Pool(AbstractContextManager):
 
     def __exit__(self, *_: object) -> None:
         self.end()
+
+
+def _failures(size: int, answers: dict[int, Any]) -> dict[int, Exception]:
+    """{rank: its error}; where no rank has one, of the ranks that gave no answer."""
+    failures: dict[int, Exception] = {}
+    for rank, answer in sorted(answers.items()):
+        if isinstance(answer, Exception):
+            failures[rank] = answer
+    if failures:
+        return failures
+    return {rank: NoAnswer("no answer") for rank in range(size) if rank not in answers}
 
 
 def _end_after_the_parent() -> None:

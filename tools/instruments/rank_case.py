@@ -20,15 +20,23 @@ WARMUP_STEPS = 3  # DDP arranges its buckets, fully_shard its order, memory is a
 SWITCHES = {"true": True, "false": False}
 
 
-def build_case(name: str, script: str, words: Sequence[str], ranks: int) -> Case:
+def build_case(
+    name: str,
+    script: str,
+    words: Sequence[str],
+    ranks: int,
+) -> Case:
     """The Case of a training script with these options. Raises UsageError where it does not fit the ranks.
 
     name: in a table; options of its own may follow it, as in 'tp2,data_parallel=fsdp'.
     """
     words = [*words, *words_of_name(name)]
-    config = load_config(words, None, ranks, SCRIPTS[script].yaml_config, SCRIPTS[script].splits)
-    # hsdp without dp_shard: half of the ranks share one copy, as on two nodes
-    return Case(name, config, config.layout(ranks, max(1, ranks // 2)), script, words)
+    known = SCRIPTS[script]
+    config = load_config(words, None, ranks, known.yaml_config, known.splits)
+    # Of hsdp without dp_shard half of the ranks share one copy, as on two nodes.
+    ranks_per_node = max(1, ranks // 2)
+    layout = config.layout(ranks, ranks_per_node)
+    return Case(name, config, layout, script, words)
 
 
 def words_of_name(name: str) -> list[str]:
@@ -49,7 +57,9 @@ class RankCase:
     """A case on one rank: its training step, and a batch of random numbers."""
 
     def __init__(self, rank: Process, case: Case):
-        self.rank, self.device, self.case = rank, rank.device, case
+        self.rank = rank
+        self.device = rank.device
+        self.case = case
         self.take_turn()
         self.step = build_step(case.config, self.device, f"layout '{case.name}'")
         self.x, self.y = random_batch(self.step.task, self.device)
@@ -82,7 +92,8 @@ class RankCase:
         repeat(1)  # the turns of other cases have emptied the caches
         if comm.world_size() > 1:
             dist.barrier()
-        return timed(self.device, repeat, steps)[0] / steps
+        seconds, _ = timed(self.device, repeat, steps)
+        return seconds / steps
 
 
 def held(rank: Process, case: Case) -> RankCase:
@@ -91,8 +102,9 @@ def held(rank: Process, case: Case) -> RankCase:
     if key not in rank.kept:
         rank.kept[key] = RankCase(rank, case)
         rank.kept[key].train(WARMUP_STEPS)
-    rank.kept[key].take_turn()
-    return rank.kept[key]
+    rank_case: RankCase = rank.kept[key]
+    rank_case.take_turn()
+    return rank_case
 
 
 def seconds_of(rank: Process, case: Case) -> float:

@@ -60,11 +60,19 @@ class Teams(AbstractContextManager):
         context: Any = None,
         tells: bool = True,
     ):
-        self.config, self.whole_machine = config, whole_machine
-        self.patience, self.context, self.tells = patience, context, tells
+        self.config = config
+        self.whole_machine = whole_machine
+        self.patience = patience
+        self.context = context
+        self.tells = tells
         self.running: dict[int, Pool] = {}
 
-    def call(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def call(
+        self,
+        size: int,
+        function: Callable[..., Any],
+        *args: Any,
+    ) -> list[Any]:
         """[function(rank, *args) of `size` ranks], each given its Process; the function is sent by its name.
 
         Raises UsageError where a rank fails or is gone, OutOfMemory where one lacked memory. These ranks are ended
@@ -72,17 +80,16 @@ class Teams(AbstractContextManager):
         """
         try:
             if size not in self.running:
-                self.running[size] = Pool(self.context, daemon=not self.whole_machine)
-                with socket.socket() as free:
-                    free.bind(("127.0.0.1", 0))
-                    port = free.getsockname()[1]
-                self.running[size].call(size, _join, size, port, self.config, self.whole_machine)
+                pool = Pool(self.context, daemon=not self.whole_machine)
+                self.running[size] = pool
+                pool.call(size, _join, size, _free_port(), self.config, self.whole_machine)
             return self.running[size].call(size, function, *args, timeout=self.patience)
         except RanksFailed as failed:
             self.running.pop(size)
             failures = list(failed.failures.values())
             # A rank without memory lets others fail that wait for it.
-            told = next((error for error in failures if isinstance(error, OutOfMemory)), failures[0])
+            without_memory = [error for error in failures if isinstance(error, OutOfMemory)]
+            told = (without_memory or failures)[0]
             if isinstance(told, RankError) and self.tells:
                 print(*getattr(told, "__notes__", []), file=sys.stderr, end="")  # where it was raised
             raise told from None
@@ -97,13 +104,30 @@ class Teams(AbstractContextManager):
             pool.end()
 
 
-def _join(process: Process, size: int, port: int, config: Config, whole_machine: bool) -> None:
+def _free_port() -> int:
+    """A port of this machine that nothing uses now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _join(
+    process: Process,
+    size: int,
+    port: int,
+    config: Config,
+    whole_machine: bool,
+) -> None:
     """In a process: become a rank of `size`."""
     rank = str(process.number)
     os.environ.update(
-        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
+        RANK=rank,
+        LOCAL_RANK=rank,
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     prepare_environment(config)
     process.device = comm.init(config.device, config.comm_timeout)
     if process.device.type == "cpu" and not whole_machine:

@@ -85,7 +85,8 @@ class Tracker(Watch):
         """Say what the memory of these tensors is used for; returns the numbers of their storages."""
         numbers = self.note(tensors)
         for number in numbers:
-            self.labels[number] = min(self.labels.get(number, LABELS[-1]), name, key=LABELS.index)
+            before = self.labels.get(number, LABELS[-1])
+            self.labels[number] = min(before, name, key=LABELS.index)
         return numbers
 
     def note(self, tensors: Iterable[Any]) -> set[int]:
@@ -100,29 +101,63 @@ class Tracker(Watch):
         """Bytes of those of these storages that still exist."""
         return sum(size for number, size, _ in self.storages.values() if number in numbers)
 
-    def saw(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+    def saw(
+        self,
+        func: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
         """Note the memory of an operation, and count it."""
-        given, made = list(plain_tensors(tree_leaves((args, kwargs)))), list(plain_tensors(tree_leaves(result)))
+        given = list(plain_tensors(tree_leaves((args, kwargs))))
+        made = list(plain_tensors(tree_leaves(result)))
         self.note(given + made)
-        if func in EXPENSIVE and torch.is_grad_enabled():  # selective checkpointing keeps it, and autograd is not told
+        if func in EXPENSIVE and torch.is_grad_enabled():
+            # Selective checkpointing keeps it, and autograd is not told.
             self.save(made)
-        if sent := collective(func, args, kwargs):
-            if sent.kind != "recv":
-                ranks = tuple(dist.get_process_group_ranks(sent.group))
-                self.messages[Message(self.phase_of(sent), sent.kind, ranks, sent.sent)] += 1
+
+        sent = collective(func, args, kwargs)
+        if sent:
+            self._count_message(sent)
             self.label("buffers", made)
-        elif func.is_view or func.namespace != "aten" or func in NO_WORK:
             return
-        elif moved := {(storage_id(t), t.storage_offset(), t.shape, t.stride()): t.nbytes for t in (*given, *made)}:
-            flops, packet = 0, func._overloadpacket
-            if formula := flop_registry.get(LIKE.get(packet, packet)):
-                own_args, own_kwargs, own_result = tree_map(own_part, (args, kwargs, result))
-                flops = formula(*own_args, **own_kwargs, out_val=own_result)
-            kind = "pointwise" if torch.Tag.pointwise in func.tags else "copy"
-            if flops:
-                kind = ATTENTION if ATTENTION in str(packet) else "matmul"
-            dtype = (given or made)[0].dtype
-            self.operations[Operation(self.phase, kind, flops, sum(moved.values()), dtype, packet.__name__)] += 1
+        makes_no_work = func.is_view or func.namespace != "aten" or func in NO_WORK
+        if not makes_no_work and (given or made):
+            flops = _flops(func, args, kwargs, result)
+            self._count_operation(func, given, made, flops)
+
+    def _count_message(self, sent: Collective) -> None:
+        if sent.kind == "recv":
+            return
+        ranks = tuple(dist.get_process_group_ranks(sent.group))
+        message = Message(self.phase_of(sent), sent.kind, ranks, sent.sent)
+        self.messages[message] += 1
+
+    def _count_operation(
+        self,
+        func: Any,
+        given: list[Tensor],
+        made: list[Tensor],
+        flops: float,
+    ) -> None:
+        # A tensor that is read and written in place, or given twice, is moved once.
+        moved = {}
+        for tensor in (*given, *made):
+            place = storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+            moved[place] = tensor.nbytes
+        packet = func._overloadpacket
+        kind = "pointwise" if torch.Tag.pointwise in func.tags else "copy"
+        if flops:
+            kind = ATTENTION if ATTENTION in str(packet) else "matmul"
+        operation = Operation(
+            phase=self.phase,
+            kind=kind,
+            flops=flops,
+            moved=sum(moved.values()),
+            dtype=(given or made)[0].dtype,
+            name=packet.__name__,
+        )
+        self.operations[operation] += 1
 
     def phase_of(self, found: Collective) -> str:
         """The phase of a message: one to the next stage of a pipeline counts as forward, whenever it is sent."""
@@ -135,7 +170,8 @@ class Tracker(Watch):
         """Note the size of a storage, which fully_shard may change; returns its number."""
         key, size = storage._cdata, storage.nbytes()
         if key not in self.storages:
-            self.storages[key] = next(self.numbers), 0, weakref.ref(storage, lambda _: self._gone(key))
+            reference = weakref.ref(storage, lambda _: self._gone(key))
+            self.storages[key] = next(self.numbers), 0, reference
         number, before, reference = self.storages[key]
         self.storages[key] = number, size, reference
         if size != before:
@@ -186,6 +222,21 @@ class Tracker(Watch):
         return points
 
 
+def _flops(
+    func: Any,
+    args: tuple,
+    kwargs: dict[str, Any],
+    result: Any,
+) -> float:
+    """FLOP of an operation by torch's formula for it; 0 where torch counts none."""
+    packet = func._overloadpacket
+    formula = flop_registry.get(LIKE.get(packet, packet))
+    if formula is None:
+        return 0
+    own_args, own_kwargs, own_result = tree_map(own_part, (args, kwargs, result))
+    return formula(*own_args, **own_kwargs, out_val=own_result)
+
+
 def own_part(value: Any) -> Any:
     """The part of this rank of a DTensor, on which it computes; any other value as it is."""
     return value._local_tensor if isinstance(value, DTensor) else value
@@ -195,21 +246,26 @@ def plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     """The tensors among some values; for a DTensor, or another wrapper of tensors, the tensors inside."""
     for value in values:
         if is_traceable_wrapper_subclass(value):
-            yield from plain_tensors([getattr(value, name) for name in value.__tensor_flatten__()[0]])
+            names, _ = value.__tensor_flatten__()
+            yield from plain_tensors([getattr(value, name) for name in names])
         elif isinstance(value, torch.Tensor):
             yield value
 
 
 @contextmanager
-def phases_of(step: TrainingStep, listener: Any, changes: Callable[[str, str], None]) -> Iterator[None]:
+def phases_of(
+    step: TrainingStep,
+    listener: Any,
+    changes: Callable[[str, str], None],
+) -> Iterator[None]:
     """Inside, listener.phase is the phase of a TrainingStep.
 
     forward: the forward pass and the loss. update: inside the optimizer. backward: everything else, including the
     reduction of gradients. listener.sent_forward: storages of the tensors that a pipeline sends to its next stage.
     changes: called with the phase that ends and the one that begins.
     """
-    pipeline = step.parallel.pipeline
-    listener.phase, listener.sent_forward = "backward", set()
+    listener.phase = "backward"
+    listener.sent_forward = set()
 
     def change(phase):
         if phase != listener.phase:
@@ -223,17 +279,22 @@ def phases_of(step: TrainingStep, listener: Any, changes: Callable[[str, str], N
         yield
         change(before)
 
-    def sends(change, method, *args):
+    def sends(combine, method, *args):
+        """Call a method of a stage that makes its sends, and note their storages. combine: with those before."""
         made = method(*args)
-        listener.sent_forward = change(listener.sent_forward, {storage_id(one.tensor) for one in made})
+        storages = {storage_id(send.tensor) for send in made}
+        listener.sent_forward = combine(listener.sent_forward, storages)
         return made
 
+    # (object, method, what wraps it)
     replaced: list[tuple[Any, str, Any]] = [
         (step.task, "predict", within("forward")),
         (step, "loss", within("forward")),
         (step.scaler, "step", within("update")),
     ]
-    for stage in pipeline.stages if pipeline else ():
+    pipeline = step.parallel.pipeline
+    stages = pipeline.stages if pipeline else ()
+    for stage in stages:
         replaced += [
             (stage, "forward_one_chunk", within("forward")),
             (stage, "get_fwd_send_ops", lambda method: partial(sends, set.union, method)),
@@ -242,7 +303,8 @@ def phases_of(step: TrainingStep, listener: Any, changes: Callable[[str, str], N
         ]
     with ExitStack() as stack:
         for owner, name, wrap in replaced:
-            stack.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))
+            wrapped = wrap(getattr(owner, name))
+            stack.enter_context(patch.object(owner, name, wrapped))
         yield
 
 
@@ -253,13 +315,16 @@ def by_phase(*of_ranks: Counter[Message]) -> Messages:
     """{phase: {kind: (collectives, bytes)}} of counted Messages; of several ranks the most of each."""
     found: Messages = {phase: {} for phase in PHASES}
     for messages in of_ranks:
-        calls, sent = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        calls = Counter[tuple[str, str]]()
+        sent = Counter[tuple[str, str]]()
         for message, number in messages.items():
-            calls[message[:2]] += number
-            sent[message[:2]] += number * message.sent
+            calls[message.phase, message.kind] += number
+            sent[message.phase, message.kind] += number * message.sent
         for phase, kind in sorted(calls):
             most_calls, most_sent = found[phase].get(kind, (0, 0))
-            found[phase][kind] = max(most_calls, calls[phase, kind]), max(most_sent, sent[phase, kind])
+            most_calls = max(most_calls, calls[phase, kind])
+            most_sent = max(most_sent, sent[phase, kind])
+            found[phase][kind] = most_calls, most_sent
     return found
 
 

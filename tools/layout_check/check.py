@@ -78,7 +78,13 @@ def plain(config: Config) -> Config:
     return config.model_copy(update=PLAIN)
 
 
-def record_serially(rank: Process, case: Case, file: Path, dtype: str, read_data: bool = False) -> str:
+def record_serially(
+    rank: Process,
+    case: Case,
+    file: Path,
+    dtype: str,
+    read_data: bool = False,
+) -> str:
     """On a single rank: record it into a file. Returns why its state cannot be saved and read back, or ""."""
     training = in_dtype(rank, case, dtype, read_data, state_folder(file, case))
     parts: dict[Key, Tensor] = {}
@@ -94,7 +100,13 @@ def state_folder(file: Path, case: Case) -> Path:
     return file.with_name(f"state of {case.layout.world_size} ranks")
 
 
-def in_dtype(rank: Process, case: Case, dtype: str, read_data: bool, folder: Path | None = None) -> Training:
+def in_dtype(
+    rank: Process,
+    case: Case,
+    dtype: str,
+    read_data: bool,
+    folder: Path | None = None,
+) -> Training:
     """The record of a case, computed in a dtype. folder: for its state, None where it is not saved."""
     use_mesh(rank, case.layout)
     torch.set_default_dtype(getattr(torch, dtype))
@@ -104,7 +116,13 @@ def in_dtype(rank: Process, case: Case, dtype: str, read_data: bool, folder: Pat
         torch.set_default_dtype(torch.float32)
 
 
-def compare(rank: Process, case: Case, file: Path, dtype: str, read_data: bool = False) -> Result:
+def compare(
+    rank: Process,
+    case: Case,
+    file: Path,
+    dtype: str,
+    read_data: bool = False,
+) -> Result:
     """On every rank of a layout: where it first differs from one device. file: of record_serially."""
     training = in_dtype(rank, case, dtype, read_data, state_folder(file, case))
     found, tolerance = training.found, TOLERANCES[dtype]

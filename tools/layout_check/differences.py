@@ -135,7 +135,13 @@ def coordinates() -> dict[str, int]:
     return {name: comm.get_rank(name) for name in ("dp", "pp", "cp", "tp", "domain_lat", "domain_lon")}
 
 
-def expected_part(key: Key, part: Part, whole: Tensor, shapes: list[Any], micro_batches: int) -> Tensor | None:
+def expected_part(
+    key: Key,
+    part: Part,
+    whole: Tensor,
+    shapes: list[Any],
+    micro_batches: int,
+) -> Tensor | None:
     """The tensor that one device has in the place of a rank's part; None where that place is not known.
 
     A part of a dimension is found by the ranks whose parts make up its length. shapes: of the parts of all ranks.
@@ -160,7 +166,13 @@ def expected_part(key: Key, part: Part, whole: Tensor, shapes: list[Any], micro_
     return part_of(whole, part.spec) if part.spec else whole
 
 
-def start_along(key: Key, dim: int, names: tuple[str, ...], length: int, shapes: list[Any]) -> int | None:
+def start_along(
+    key: Key,
+    dim: int,
+    names: tuple[str, ...],
+    length: int,
+    shapes: list[Any],
+) -> int | None:
     """Where this rank's part begins, if the ranks along these dimensions of the mesh hold such a length together."""
     here = coordinates()
     own = [here[name] for name in names]
@@ -175,7 +187,11 @@ def start_along(key: Key, dim: int, names: tuple[str, ...], length: int, shapes:
     return start if total == length else None
 
 
-def splits_of(stage: str, dim: int, dims: int) -> list[tuple[str, ...]]:
+def splits_of(
+    stage: str,
+    dim: int,
+    dims: int,
+) -> list[tuple[str, ...]]:
     """The dimensions of the mesh, alone or together, that may split a dimension of a tensor with so many."""
     if stage not in (BATCH, INPUT, FORWARD, EVALUATION):  # a weight
         return [("tp",)]

@@ -27,14 +27,38 @@ from utils.sample_order import own_positions
 from utils.schema import Config
 
 STEPS = 3
-BATCH, INITIAL, FORWARD, LOSS, GRADIENT = "batch", "initial weights", "forward pass", "loss", "gradient"
-CLIPPED, BUFFERS, EVALUATION = "clipped gradient", "buffers", "evaluation"
+
+# Stages of a training.
+BATCH = "batch"
+INITIAL = "initial weights"
+FORWARD = "forward pass"
+LOSS = "loss"
+GRADIENT = "gradient"
+CLIPPED = "clipped gradient"
+BUFFERS = "buffers"
+EVALUATION = "evaluation"
 UPDATES = tuple(f"weights after step {i + 1}" for i in range(STEPS))
 # Consulted for the cause of a difference, see causes.py, and not compared as stages of their own.
-UNREDUCED, INPUT = "gradient before its reduction", "input of a module"
-RELOADED, MOMENTS = "weights and buffers read back", "moments read back"
+UNREDUCED = "gradient before its reduction"
+INPUT = "input of a module"
+# Of the state that was saved.
+RELOADED = "weights and buffers read back"
+MOMENTS = "moments read back"
 # In their order.
-STAGES = (BATCH, INITIAL, FORWARD, LOSS, GRADIENT, CLIPPED, *UPDATES, BUFFERS, EVALUATION, RELOADED, MOMENTS)
+STAGES = (
+    BATCH,
+    INITIAL,
+    FORWARD,
+    LOSS,
+    GRADIENT,
+    CLIPPED,
+    *UPDATES,
+    BUFFERS,
+    EVALUATION,
+    RELOADED,
+    MOMENTS,
+)
+
 Key = tuple[str, str]  # (stage, name)
 
 
@@ -59,8 +83,9 @@ def part_of_rank(value: Tensor, spec: Spec | None = None) -> Part:
     if isinstance(value, ShardTensor):
         split = reduced(value)
         value, spec = local(split), split.spec
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    return Part(whole.detach().clone(), spec)
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return Part(value.detach().clone(), spec)
 
 
 Record = dict[Key, Part]  # in the order in which they are computed
@@ -79,31 +104,48 @@ class Training(NamedTuple):
     unsaved: str
 
 
-def record(config: Config, device: torch.device, read_data: bool = False, folder: Path | None = None) -> Training:
+def record(
+    config: Config,
+    device: torch.device,
+    read_data: bool = False,
+    folder: Path | None = None,
+) -> Training:
     """Train for STEPS steps and evaluate once; save the state into a folder, the same on all ranks, and read it back.
 
     read_data: on batches of the config's data, as its loader reads them, in place of random ones. folder: None: the
     state is not saved.
     """
-    step, found, drawing = build_wide_step(config, device), Record(), set[str]()
+    step = build_wide_step(config, device)
     model = step.parallel.model
+    found = Record()
+    drawing = set[str]()
     step.optimizer.register_step_pre_hook(lambda *_: drop_rounding(model))
     batches = read_batches(step) if read_data else random_batches(step)
     for i, (x, y) in enumerate(batches):
         if i > 0:
             step(i, x, y)
         else:
-            found |= {(BATCH, "input"): Part(x), (BATCH, "target"): Part(y)} | weights(step, INITIAL)
+            # The first step is looked into; of the others the weights are enough.
+            found[BATCH, "input"] = Part(x)
+            found[BATCH, "target"] = Part(y)
+            found |= weights(step, INITIAL)
             with recorded(step, found, drawing):
                 loss = step(i, x, y).loss.clone()
-            found[LOSS, "of step 1"] = Part(comm.all_reduce(loss) / comm.world_size())
+            mean = comm.all_reduce(loss) / comm.world_size()
+            found[LOSS, "of step 1"] = Part(mean)
         found |= weights(step, UPDATES[i])
-    found |= {(BUFFERS, name): part_of_rank(buffer) for name, buffer in model.named_buffers()}
+    for name, buffer in model.named_buffers():
+        found[BUFFERS, name] = part_of_rank(buffer)
+
+    # Evaluate.
     step.parallel.share_buffers()  # as before a validation, or a checkpoint
     model.eval()
     with torch.no_grad():
-        output = step.parallel.predict(x[:, : config.model_in_channels], config.n_out_channels)
+        images = x[:, : config.model_in_channels]  # without forcings, (B, C, h, w)
+        output = step.parallel.predict(images, config.n_out_channels)
     found[EVALUATION, "output"] = part_of_rank(output)
+
+    # Save the state and read it back.
     unsaved = ""
     if folder:
         fresh = build_wide_step(config, device)  # as a resumed run begins
@@ -151,8 +193,8 @@ def drop_rounding(model: nn.Module) -> None:
         grad = parameter.grad
         if grad is not None:
             gradients.append(grad.to_local() if isinstance(grad, DTensor) else grad)
-    own = max((grad.abs().max().item() for grad in gradients if grad.numel()), default=0.0)
-    largest = max(comm.gather(own))
+    sizes_here = [grad.abs().max().item() for grad in gradients if grad.numel()]
+    largest = max(comm.gather(max(sizes_here, default=0.0)))
     for grad in gradients:
         sizes = grad.abs()
         grad.masked_fill_(sizes <= rounding_of(sizes.dtype) * largest, 0)
@@ -160,7 +202,9 @@ def drop_rounding(model: nn.Module) -> None:
 
 def state(step: TrainingStep) -> Record:
     """Weights, buffers and moments, as a checkpoint has them."""
-    tensors, specs, found = state_of(step), step.parallel.split.specs, Record()
+    tensors = state_of(step)
+    specs = step.parallel.split.specs
+    found = Record()
     for name, value in tensors["model"].items():
         found[RELOADED, name] = part_of_rank(value, specs.get(name))
     for name, moments in tensors["optimizer"].items():
@@ -183,9 +227,13 @@ def read_batches(step: TrainingStep) -> Iterable[tuple[Tensor, ...]]:
     """Batches of this rank's loader, (input, target) of each step, in the default dtype."""
     loader, valid_loader = step.task.build_loaders(step.device)
     valid_loader.close()
-    for batch in loader.train(step.config.seed, 0, STEPS):  # which uses its memory again
-        dtypes = (torch.get_default_dtype() if part.is_floating_point() else part.dtype for part in batch)
-        yield tuple(part.to(dtype, copy=True) for part, dtype in zip(batch, dtypes, strict=True))
+    for batch in loader.train(step.config.seed, 0, STEPS):
+        copies = []
+        for part in batch:
+            dtype = torch.get_default_dtype() if part.is_floating_point() else part.dtype
+            # A copy, since the loader uses its memory again.
+            copies.append(part.to(dtype, copy=True))
+        yield tuple(copies)
     loader.close()
 
 
@@ -193,9 +241,12 @@ def own_part(whole: Tensor, step: TrainingStep) -> Tensor:
     """This rank's part of a global batch, (B, ...): its samples, and its part of images."""
     window = step.task.own_window()
     micro_batches = step.config.gradient_accumulation
-    whole = whole[own_positions(len(whole), comm.get_rank("dp"), comm.get_size("dp"), micro_batches)]
-    image = whole.dim() == 2 + len(window)
-    return (whole[(slice(None), slice(None), *window)] if image else whole).to(step.device).clone()
+    own = own_positions(len(whole), comm.get_rank("dp"), comm.get_size("dp"), micro_batches)
+    part = whole[own]
+    is_image = part.dim() == 2 + len(window)  # (B, C, h, w), not a label of each sample
+    if is_image:
+        part = part[(slice(None), slice(None), *window)]
+    return part.to(step.device).clone()
 
 
 def of_parameter(step: TrainingStep, name: str, value: Tensor) -> Part:
@@ -205,7 +256,8 @@ def of_parameter(step: TrainingStep, name: str, value: Tensor) -> Part:
 
 def weights(step: TrainingStep, stage: str) -> Record:
     """All parameters."""
-    return {(stage, name): of_parameter(step, name, p) for name, p in step.parallel.model.named_parameters()}
+    parameters = step.parallel.model.named_parameters()
+    return {(stage, name): of_parameter(step, name, parameter) for name, parameter in parameters}
 
 
 @contextmanager
@@ -214,77 +266,143 @@ def recorded(step: TrainingStep, found: Record, drawing: set[str]) -> Iterator[N
 
     These are modules in whose forward function the device's random state has changed.
     """
-    model, update, inside = step.parallel.model, step.update, False
-    rounds = 0  # forward passes of stages, or of a model without any
-    calls = defaultdict[Key, list[tuple[int, Part]]](list)  # tensors of a module, each with its place in the order
-
-    random_state = (library(step.device, "get_rng_state") or torch).get_rng_state
-    state = random_state()
-
-    def goes(inward, *_):
-        nonlocal inside, rounds
-        inside = inward
-        rounds += inward and torch.is_grad_enabled()
-
-    def keep(key, tensor):
-        """Keep a tensor of a forward pass; what is computed again in the backward pass is not kept."""
-        if inside and torch.is_grad_enabled() and isinstance(tensor, Tensor):
-            place = sum(map(len, calls.values()))
-            calls[key].append((place, part_of_rank(tensor)))
-
-    def input_of(name, module, inputs):
-        keep((INPUT, name), inputs[0] if inputs else None)
-
-    def outputs(name, module, inputs, output):
-        nonlocal state
-        before, state = state, random_state()
-        if not torch.equal(before, state):
-            drawing.add(name)
-        keep((FORWARD, name), output)
-
-    def unreduced(name, gradient):
-        part, before = of_parameter(step, name, gradient), found.get((UNREDUCED, name))
-        if before:
-            part.value += before.value
-        found[UNREDUCED, name] = part
-
-    def gradients(stage):
-        """In the order in which the backward pass computes them."""
-        for name, parameter in reversed(list(model.named_parameters())):
-            if parameter.grad is not None:
-                found[stage, name] = of_parameter(step, name, parameter.grad)
+    recorder = Recorder(step, found, drawing)
+    recorder.add_hooks()
+    update = step.update
 
     def recorded_update():
-        gradients(GRADIENT)
+        recorder.keep_gradients(GRADIENT)
         return update()
 
-    hooks = [step.optimizer.register_step_pre_hook(lambda *_: gradients(CLIPPED))]
-    outermost: list[nn.Module] = [*step.parallel.split.stages] or [model]
-    hooks += [part.register_forward_pre_hook(partial(goes, True)) for part in outermost]
-    for name, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(partial(input_of, name)))
-        hooks.append(module.register_forward_hook(partial(outputs, name)))
-    hooks += [part.register_forward_hook(partial(goes, False)) for part in outermost]
-    for name, parameter in model.named_parameters():
-        is_seen = parameter.requires_grad and not isinstance(parameter, DTensor)  # fully_shard gathers without hooks
-        if is_seen:
-            hooks.append(parameter.register_hook(partial(unreduced, name)))
     with patch.object(step, "update", recorded_update):
         yield
-    for hook in hooks:
-        hook.remove()
-    # The tensors of all micro-batches as one; a module may be called twice.
-    micro_batches, joined = step.config.gradient_accumulation, []
-    for (stage, name), parts in calls.items():
-        # The last calls are those of the micro-batches: a pipeline has tried its stages out before.
-        parts = parts[-micro_batches * len(parts) * len(outermost) // rounds :]
-        times = len(parts) // micro_batches
-        for i in range(times):
-            (place, first), values = parts[i], [part.value for _, part in parts[i::times]]
-            spec = first.spec
-            if spec and micro_batches > 1:
-                spec = spec.resized({0: spec.shape[0] * micro_batches})
-            call = f"{name} ({i + 1})" if i else name
-            joined.append((place, (stage, call), Part(torch.cat(values), spec)))
-    for _, key, part in sorted(joined, key=lambda tensor: tensor[0]):  # as the first micro-batch computed them
-        found[key] = part
+    recorder.remove_hooks()
+    recorder.join_micro_batches()
+
+
+class Recorder:
+    """Hooks that record one step of a training, see `recorded`.
+
+    calls: {key: tensors of a module, each with its place in the order of all}. rounds: forward passes of stages, or of
+    a model without any. is_inside: whether a forward pass is under way.
+    """
+
+    def __init__(self, step: TrainingStep, found: Record, drawing: set[str]):
+        self.step = step
+        self.model = step.parallel.model
+        self.found = found
+        self.drawing = drawing
+        self.calls = defaultdict[Key, list[tuple[int, Part]]](list)
+        self.hooks: list[Any] = []
+        self.rounds = 0
+        self.is_inside = False
+        # A pipeline calls its stages one by one, never the model as a whole.
+        self.outermost: list[nn.Module] = [*step.parallel.split.stages] or [self.model]
+        # The device draws from a random state of its own, a CPU from torch's.
+        self.random_state = (library(step.device, "get_rng_state") or torch).get_rng_state
+        self.last_state = self.random_state()
+
+    # Hooks.
+
+    def add_hooks(self) -> None:
+        """Register all hooks. Those of a forward pass as a whole come first before it and last after it."""
+        keep_clipped = partial(self._before_update, CLIPPED)
+        self.hooks.append(self.step.optimizer.register_step_pre_hook(keep_clipped))
+
+        for part in self.outermost:
+            self.hooks.append(part.register_forward_pre_hook(self._enter))
+        for name, module in self.model.named_modules():
+            self.hooks.append(module.register_forward_pre_hook(partial(self._keep_input, name)))
+            self.hooks.append(module.register_forward_hook(partial(self._keep_output, name)))
+        for part in self.outermost:
+            self.hooks.append(part.register_forward_hook(self._leave))
+
+        for name, parameter in self.model.named_parameters():
+            # fully_shard gathers without hooks.
+            is_seen = parameter.requires_grad and not isinstance(parameter, DTensor)
+            if is_seen:
+                self.hooks.append(parameter.register_hook(partial(self._keep_unreduced, name)))
+
+    def remove_hooks(self) -> None:
+        """Remove all hooks."""
+        for hook in self.hooks:
+            hook.remove()
+
+    def _enter(self, *_: Any) -> None:
+        self.is_inside = True
+        self.rounds += torch.is_grad_enabled()
+
+    def _leave(self, *_: Any) -> None:
+        self.is_inside = False
+
+    def _keep_input(
+        self,
+        name: str,
+        module: nn.Module,
+        inputs: tuple[Any, ...],
+    ) -> None:
+        first = inputs[0] if inputs else None
+        self._keep((INPUT, name), first)
+
+    def _keep_output(
+        self,
+        name: str,
+        module: nn.Module,
+        inputs: tuple[Any, ...],
+        output: Any,
+    ) -> None:
+        # Whoever has drawn random numbers has moved the state.
+        before = self.last_state
+        self.last_state = self.random_state()
+        if not torch.equal(before, self.last_state):
+            self.drawing.add(name)
+        self._keep((FORWARD, name), output)
+
+    def _keep(self, key: Key, tensor: Any) -> None:
+        """Keep a tensor of a forward pass; what is computed again in the backward pass is not kept."""
+        if self.is_inside and torch.is_grad_enabled() and isinstance(tensor, Tensor):
+            place = sum(map(len, self.calls.values()))
+            self.calls[key].append((place, part_of_rank(tensor)))
+
+    def _keep_unreduced(self, name: str, gradient: Tensor) -> None:
+        """Add a gradient to those of earlier micro-batches, before ranks reduce it."""
+        part = of_parameter(self.step, name, gradient)
+        before = self.found.get((UNREDUCED, name))
+        if before:
+            part.value += before.value
+        self.found[UNREDUCED, name] = part
+
+    def _before_update(self, stage: str, *_: Any) -> None:
+        self.keep_gradients(stage)
+
+    def keep_gradients(self, stage: str) -> None:
+        """Keep all gradients, in the order in which the backward pass computes them."""
+        for name, parameter in reversed(list(self.model.named_parameters())):
+            if parameter.grad is not None:
+                self.found[stage, name] = of_parameter(self.step, name, parameter.grad)
+
+    # After the step.
+
+    def join_micro_batches(self) -> None:
+        """Put the tensors of all micro-batches into the record as one, as the first micro-batch computed them.
+
+        A module may be called twice.
+        """
+        micro_batches = self.step.config.gradient_accumulation
+        joined: list[tuple[int, Key, Part]] = []
+        for (stage, name), parts in self.calls.items():
+            # The last calls are those of the micro-batches: a pipeline has tried its stages out before.
+            parts = parts[-micro_batches * len(parts) * len(self.outermost) // self.rounds :]
+            times = len(parts) // micro_batches  # calls of the module in a forward pass
+            for i in range(times):
+                place, first = parts[i]
+                values = [part.value for _, part in parts[i::times]]
+                spec = first.spec
+                if spec and micro_batches > 1:
+                    samples = spec.shape[0] * micro_batches
+                    spec = spec.resized({0: samples})
+                call = f"{name} ({i + 1})" if i else name
+                whole = Part(torch.cat(values), spec)
+                joined.append((place, (stage, call), whole))
+        for _, key, part in sorted(joined, key=lambda tensor: tensor[0]):
+            self.found[key] = part

@@ -17,8 +17,8 @@ from tools.instruments.clock import timed
 from tools.instruments.pool import Process
 from tools.instruments.rank_case import RankCase, build_case, held
 from tools.planner.hardware import HARDWARE, MEASURED, Collective, Speeds, gpu_of, read_gpus
-from tools.planner.step_time import step_time, wrapped
-from tools.planner.trace import measured
+from tools.planner.step_time import StepTime, step_time, wrapped
+from tools.planner.trace import Trace, measured
 from tools.tables import machine
 from training.timing import PHASES as STEP_PHASES
 from training.timing import PhaseTimes
@@ -30,7 +30,7 @@ from utils.files import write_json
 from utils.launch import read_launch
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
-MESSAGES = (64, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24)  # bytes of a tensor
+MESSAGES = tuple(2**power for power in (6, 12, 16, 18, 20, 22, 24))  # bytes of a tensor
 STEPS = 12
 ROUNDS, MOST_SECONDS = 3, 45  # of measurements; no round begins later
 PRODUCTS = 0.03  # seconds of matrix products between two messages
@@ -45,50 +45,94 @@ def usual(rounds: Sequence[Figures]) -> Figures:
     found = {}
     for name, value in rounds[0].items():
         values = [one[name] for one in rounds]
-        found[name] = usual(values) if isinstance(value, dict) else np.median(values, axis=0).tolist()
+        if isinstance(value, dict):
+            found[name] = usual(values)
+        else:
+            found[name] = np.median(values, axis=0).tolist()
     return found
 
 
-def measure(rank: Process, nodes: Sequence[Sequence[int]]) -> tuple[Figures, dict[str, Any]]:
+def measure(
+    rank: Process,
+    nodes: Sequence[Sequence[int]],
+) -> tuple[Figures, dict[str, Any]]:
     """On every rank: (seconds of operations, collectives and tiny steps; {name of a tiny step: its Case and Trace}).
 
     nodes: the ranks of each. On a CPU operations are measured by one rank of each node alone, then by all at once.
     """
-    device, size, ranks = rank.device, len(nodes[0]), comm.world_size()
-    figures: Figures = {"operations": {}, "phases": {}, "points": {}, "steps": {}}
-    tiny: dict[str, RankCase] = {}
-    for name, own in read_mappings(STEPS_OF_HOST, "steps").items():
-        if ranks % 2 == 0 or "--noddp" in own["options"]:
-            words = [*own["options"].split(), *TINY, f"--device={device.type}", f"--global_batch_size={4 * ranks}"]
-            tiny[name] = held(rank, build_case(name, own["script"], words, ranks))
-    for busy in sorted({1, size}) if device.type == "cpu" else [size]:
+    device = rank.device
+    size = len(nodes[0])
+    ranks = comm.world_size()
+    figures: Figures = {
+        "operations": {},
+        "phases": {},
+        "points": {},
+        "steps": {},
+    }
+    tiny = _tiny_steps(rank, ranks)
+
+    # Operations: ranks of a CPU share its memory, so fewer of them are faster.
+    numbers_at_work = sorted({1, size}) if device.type == "cpu" else [size]
+    for busy in numbers_at_work:
         if ranks > 1:
             dist.barrier()
         if comm.rank() % size < busy:
             figures["operations"][busy] = operation_speed.measure(device, DTYPES)
             figures["phases"][busy] = _seconds_of_phases(tiny["alone"])
+
+    # Collectives.
     if ranks > 1:
         for where, groups in collective_speed.places(nodes).items():
             points = collective_speed.all_points(groups, device, MESSAGES)
-            figures["points"][where, max(map(len, groups))] = points
+            largest = max(map(len, groups))
+            figures["points"][where, largest] = points
         figures["overlap"] = _side_by_side(device)
+
+    # Steps whose time is what the host does around operations.
     traces = {}
     for name, case in tiny.items():
         figures["steps"][name] = _seconds_of_phases(case)
-        traces[name] = case.case, measured(case.step, case.x, case.y)
+        trace = measured(case.step, case.x, case.y)
+        traces[name] = case.case, trace
     return figures, traces
+
+
+def _tiny_steps(rank: Process, ranks: int) -> dict[str, RankCase]:
+    """{name: its RankCase} of config/calibrate.yaml: training steps of a tiny model, each with another wrapper."""
+    tiny = {}
+    for name, own in read_mappings(STEPS_OF_HOST, "steps").items():
+        options = own["options"]
+        splits_ranks = "--noddp" not in options
+        if splits_ranks and ranks % 2:
+            continue
+        words = [
+            *options.split(),
+            *TINY,
+            f"--device={rank.device.type}",
+            f"--global_batch_size={4 * ranks}",
+        ]
+        case = build_case(name, own["script"], words, ranks)
+        tiny[name] = held(rank, case)
+    return tiny
 
 
 def _seconds_of_phases(tiny: RankCase) -> Figures:
     """{phase: seconds} of a step on the host, the median of some. What is in no phase counts as backward."""
-    found, times = [], PhaseTimes(torch.device("cpu"))
+    found = []
+    times = PhaseTimes(torch.device("cpu"))
     tiny.take_turn()
     for _ in range(STEPS):
         with times.listening():
             whole, _ = timed(tiny.device, tiny.train, 1)
-        own = dict(zip(STEP_PHASES, np.nan_to_num(times.read(1)).tolist(), strict=True))
+        seconds = np.nan_to_num(times.read(1)).tolist()
+        own = dict(zip(STEP_PHASES, seconds, strict=True))
         forward, update = own["forward"], own["optimizer"]
-        found.append({"forward": forward, "backward": whole - forward - update, "update": update})
+        phases = {
+            "forward": forward,
+            "backward": whole - forward - update,
+            "update": update,
+        }
+        found.append(phases)
     return usual(found)
 
 
@@ -97,7 +141,8 @@ def _side_by_side(device):
 
     slowest: how many times as long as the mean rank the slowest one takes for the products.
     """
-    x, a = torch.zeros(2**20, device=device), torch.rand(512, 512, device=device)
+    x = torch.zeros(2**20, device=device)
+    a = torch.rand(512, 512, device=device)
 
     def work(reduces, products):
         works = [dist.all_reduce(x, async_op=True) for _ in range(reduces)]
@@ -110,46 +155,101 @@ def _side_by_side(device):
         dist.barrier()
         return timed(device, work, reduces, products)[0]
 
-    seconds(1, 1)
-    products = math.ceil(PRODUCTS / max(*comm.gather(seconds(0, 8) / 8), 1e-6))
+    seconds(1, 1)  # warms up
+    of_a_product = comm.gather(seconds(0, 8) / 8)
+    products = math.ceil(PRODUCTS / max(*of_a_product, 1e-6))
     found = []
     for _ in range(STEPS):
-        one = {"reduce": seconds(1, 0), "compute": seconds(0, products), "both": seconds(1, products)}
+        one = {
+            "reduce": seconds(1, 0),
+            "compute": seconds(0, products),
+            "both": seconds(1, products),
+        }
         times = comm.gather(one["compute"])
         found.append(one | {"slowest": max(times) / fmean(times)})
     return usual(found)
 
 
-def entry(figures: Figures, traces: dict[str, Any], device: torch.device, ranks: int) -> dict[str, Any]:
+def entry(
+    figures: Figures,
+    traces: dict[str, Any],
+    device: torch.device,
+    ranks: int,
+) -> dict[str, Any]:
     """The entry that is written: the machine as tools.planner.hardware.Measured has it. ranks: of a node."""
-    compute, collectives, about = {}, {}, machine(device)
-    for busy, operations in figures["operations"].items():
-        speeds = Speeds(operations, {})
-        for phase, whole in figures["phases"][busy].items():
-            own = {op: calls for op, calls in traces["alone"][1].operations.items() if op.phase == phase}
-            inside = sum(calls * speeds.seconds(op, "float32", 8) for op, calls in own.items())
-            if device.type != "cpu":  # the device computes meanwhile, and waits for the host: the model is tiny
-                inside = 0.0
-            speeds.host[phase] = max(0.0, whole - inside) / max(1, sum(own.values()))
-        compute[busy] = vars(speeds)
+    about = machine(device)
+    compute = {}
+    for busy in figures["operations"]:
+        compute[busy] = _speeds(figures, busy, traces["alone"][1], device)
+
+    collectives: dict[str, dict[str, Any]] = {}
     for (where, size), kinds in figures["points"].items():
-        fits = {kind: (*collective_speed.fit(points), size) for kind, points in kinds.items()}
-        collectives[where] = {kind: vars(Collective(*found)) for kind, found in fits.items()}
-    seconds = figures.get("overlap", {"reduce": 1, "compute": 0, "both": 0, "slowest": 1})
+        collectives[where] = {}
+        for kind, points in kinds.items():
+            latency, bandwidth = collective_speed.fit(points)
+            collectives[where][kind] = vars(Collective(latency, bandwidth, size))
+
+    # One rank alone has nothing to overlap with.
+    alone = {"reduce": 1, "compute": 0, "both": 0, "slowest": 1}
+    seconds = figures.get("overlap", alone)
     overlap = 1 - (seconds["both"] - seconds["compute"]) / seconds["reduce"]
     found: dict[str, Any] = {
-        "device": device.type, "processor": about["name"], "cores": os.cpu_count(), "torch_version": about["torch"],
-        "threads": about["threads"], "ranks": ranks, "compute": compute, "collectives": collectives,
-        "overlap": min(1.0, max(0.0, overlap)), "around": {}, "slowest": max(1.0, seconds["slowest"]),
-    }  # fmt: skip
+        "device": device.type,
+        "processor": about["name"],
+        "cores": os.cpu_count(),
+        "torch_version": about["torch"],
+        "threads": about["threads"],
+        "ranks": ranks,
+        "compute": compute,
+        "collectives": collectives,
+        "overlap": min(1.0, max(0.0, overlap)),
+        "around": {},
+        "slowest": max(1.0, seconds["slowest"]),
+    }
+    # Around a model: what a step takes beyond its plan, which knows what was found around the steps before.
     for name, phases in figures["steps"].items():
         case, trace = traces[name]
-        planned = step_time([trace], case.config, case.layout, gpu_of("here", {"measured": found}))
-        late = {phase: max(0.0, seconds - planned.phases[phase]) for phase, seconds in phases.items()}
-        if calls := wrapped(trace, planned.collectives, case.config)[name]:
-            share = max(0.0, sum(phases.values()) - planned.seconds) / max(1e-9, sum(late.values()))
-            found["around"][name] = {phase: seconds * share / calls for phase, seconds in late.items()}
+        gpu = gpu_of("here", {"measured": found})
+        planned = step_time([trace], case.config, case.layout, gpu)
+        calls = wrapped(trace, planned.collectives, case.config)[name]
+        if calls:
+            found["around"][name] = _seconds_around(phases, planned, calls)
     return {"measured": found}
+
+
+def _speeds(
+    figures: Figures,
+    busy: int,
+    trace: Trace,
+    device: torch.device,
+) -> dict[str, Any]:
+    """The Speeds of so many ranks at work, as a dict. trace: of the step whose phases were measured."""
+    speeds = Speeds(figures["operations"][busy], {})
+    for phase, whole in figures["phases"][busy].items():
+        own = {}
+        for operation, calls in trace.operations.items():
+            if operation.phase == phase:
+                own[operation] = calls
+        inside = 0.0
+        # A device computes meanwhile, and waits for the host: the model is tiny.
+        if device.type == "cpu":
+            inside = sum(calls * speeds.seconds(operation, "float32", 8) for operation, calls in own.items())
+        of_host = max(0.0, whole - inside)
+        speeds.host[phase] = of_host / max(1, sum(own.values()))
+    return vars(speeds)
+
+
+def _seconds_around(phases: Figures, planned: StepTime, calls: int) -> dict[str, float]:
+    """{phase: seconds of the host for each call} by which a step takes longer than planned.
+
+    Phases that are faster than planned make up for others: together they have what the whole step takes longer.
+    """
+    late = {}
+    for phase, seconds in phases.items():
+        late[phase] = max(0.0, seconds - planned.phases[phase])
+    whole = max(0.0, sum(phases.values()) - planned.seconds)
+    share = whole / max(1e-9, sum(late.values()))
+    return {phase: seconds * share / calls for phase, seconds in late.items()}
 
 
 def memory_sizes(device: torch.device, ranks: int) -> dict[str, float]:
@@ -159,9 +259,14 @@ def memory_sizes(device: torch.device, ranks: int) -> dict[str, float]:
         free, total = gpu.mem_get_info()
         used = total - free - gpu.memory_reserved()
     else:
-        total, used = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks, peak_memory_bytes(device)
-    workspace = workspace_mib(device)
-    return {"memory_gib": total / 2**30, "overhead_gib": used / 2**30, "workspace_mib": workspace}
+        of_the_node = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        total = of_the_node / ranks
+        used = peak_memory_bytes(device)
+    return {
+        "memory_gib": total / 2**30,
+        "overhead_gib": used / 2**30,
+        "workspace_mib": workspace_mib(device),
+    }
 
 
 def workspace_mib(device: torch.device) -> float:
@@ -178,14 +283,25 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--device", default="auto", help="cpu, cuda, ... (%(default)s)")
     parser.add_argument("--name", metavar="NAME", help="of the entry (device and ranks of a node: cuda-4)")
     options = parser.parse_args(words)
-    if options.name and (options.name in read_gpus() or not re.fullmatch(r"\w[\w.-]{0,60}", options.name)):
-        raise UsageError(f"--name {options.name}: letters, digits, - _ and . , and no name of {HARDWARE.name}")
-    launch, began = read_launch(), time.monotonic()
+    if options.name:
+        is_taken = options.name in read_gpus()
+        is_a_file_name = re.fullmatch(r"\w[\w.-]{0,60}", options.name)
+        if is_taken or not is_a_file_name:
+            raise UsageError(f"--name {options.name}: letters, digits, - _ and . , and no name of {HARDWARE.name}")
+
+    launch = read_launch()
+    began = time.monotonic()
     device = comm.init(options.device)
-    ranks, world = min(launch.ranks_per_node, launch.world_size), launch.world_size
+    world = launch.world_size
+    ranks = min(launch.ranks_per_node, world)  # of a node
     name = options.name or f"{device.type}-{ranks}"
-    memory, figures, rank = memory_sizes(device, ranks), list[Figures](), Process(device=device)
-    nodes = [range(first, min(first + ranks, world)) for first in range(0, world, ranks)]
+    memory = memory_sizes(device, ranks)  # before anything else takes some
+    rank = Process(device=device)
+    nodes = []
+    for first in range(0, world, ranks):
+        nodes.append(range(first, min(first + ranks, world)))
+
+    figures: list[Figures] = []
     for _ in range(ROUNDS):
         if figures and max(comm.gather(time.monotonic() - began)) > MOST_SECONDS:
             break

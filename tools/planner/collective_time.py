@@ -15,7 +15,11 @@ ROUNDS = {"all_reduce": 2}  # round the ring; others: 1
 
 
 @cache
-def node_shapes(ranks: tuple[int, ...], world_size: int, gpus_per_node: int) -> set[tuple[int, int]]:
+def node_shapes(
+    ranks: tuple[int, ...],
+    world_size: int,
+    gpus_per_node: int,
+) -> set[tuple[int, int]]:
     """{(nodes, fewest ranks on a node)} of every group of a world that is laid out like this one.
 
     Every group is this one, shifted: ranks are numbered in row-major order of the mesh.
@@ -36,7 +40,14 @@ def node_shapes(ranks: tuple[int, ...], world_size: int, gpus_per_node: int) -> 
 
 
 def collective_time(
-    kind: str, sent: float, count: int, size: int, nodes: int, fewest: int, gpu: Gpu, ring: bool
+    kind: str,
+    sent: float,
+    count: int,
+    size: int,
+    nodes: int,
+    fewest: int,
+    gpu: Gpu,
+    ring: bool,
 ) -> float:
     """Seconds of `count` collectives in which a rank sends `sent` bytes altogether.
 

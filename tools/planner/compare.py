@@ -20,10 +20,18 @@ ROWS = "config/compare.yaml"
 OFF = 0.15  # share by which a figure may differ without a reason
 
 
-def beside(title: str, planned: Mapping[str, float], measured: Mapping[str, float]) -> str:
+def beside(
+    title: str,
+    planned: Mapping[str, float],
+    measured: Mapping[str, float],
+) -> str:
     """Planned figures beside measured ones, {name of a row: figure}, and measured to planned, as a table."""
-    rows = [(name, plan, measured[name], measured[name] / plan if plan else None) for name, plan in planned.items()]
-    return format_table({title: "", "planned": ".4g", "measured": ".4g", "measured/planned": ".2f"}, rows)
+    rows = []
+    for name, plan in planned.items():
+        ratio = measured[name] / plan if plan else None
+        rows.append((name, plan, measured[name], ratio))
+    columns = {title: "", "planned": ".4g", "measured": ".4g", "measured/planned": ".2f"}
+    return format_table(columns, rows)
 
 
 def compare(folder: Path, gpu_name: str | None = None) -> str:
@@ -35,9 +43,12 @@ def compare(folder: Path, gpu_name: str | None = None) -> str:
     file = folder / "summary.json"
     if not file.exists():
         raise UsageError(f"{folder}: has no {file.name}: no run has finished here")
-    name, readings = read_summary(file, config=str)["config"], _steady(folder)
+    name = read_summary(file, config=str)["config"]
+    readings = _steady(folder)
     first, last = readings[0], readings[-1]
-    ranks, device, where = last["ranks"], last["device"], folder / "config.yaml"
+    ranks, device = last["ranks"], last["device"]
+
+    # The plan.
     gpu_name = gpu_name or gpu_called(device)
     if gpu_name is None:
         raise UsageError(
@@ -45,30 +56,44 @@ def compare(folder: Path, gpu_name: str | None = None) -> str:
             "measured machine (plan.py --calibrate)"
         )
     gpu = load_gpu(gpu_name)
+    where = folder / "config.yaml"
     config = check_config(read_named_config(where, name), name, str(where), world_size=ranks)
-    plan, run = planned_figures(plan_layout(config, config.layout(ranks, gpu.gpus_per_node), gpu)), measured(folder)
+    layout = config.layout(ranks, gpu.gpus_per_node)
+    plan = planned_figures(plan_layout(config, layout, gpu))
+
+    # Beside it the run, as far as it was measured.
+    run = measured(folder)
     planned, found, ratios = {}, {}, {}
     for key, row in read_mappings(ROWS, "figures").items():
-        if run[key] is not None:
-            planned[row["title"]], found[row["title"]] = plan[key] / row["unit"], run[key] / row["unit"]
-            if plan[key]:
-                ratios[key] = run[key] / plan[key]
-    return "\n".join([
-        f"plan for {ranks} x {gpu.name}; run on {ranks} x {device}, "
-        f"iterations {first['iteration'] - first['iterations'] + 1} to {last['iteration']}\n",
+        if run[key] is None:
+            continue
+        title, unit = row["title"], row["unit"]
+        planned[title] = plan[key] / unit
+        found[title] = run[key] / unit
+        if plan[key]:
+            ratios[key] = run[key] / plan[key]
+
+    start = first["iteration"] - first["iterations"] + 1  # a reading covers several iterations
+    lines = [
+        f"plan for {ranks} x {gpu.name}; run on {ranks} x {device}, iterations {start} to {last['iteration']}\n",
         f"{beside('', planned, found)}\n",
-        *(f"- {reason}" for reason in _reasons(gpu, readings, ratios)),
-    ])  # fmt: skip
+    ]
+    lines += [f"- {reason}" for reason in _reasons(gpu, readings, ratios)]
+    return "\n".join(lines)
 
 
 def planned_figures(plan: Plan) -> dict[str, Any]:
     """A plan as JSON, also with its config, seconds by phase, and number of collectives, the batch's included."""
     phases = {f"{phase}_s": seconds for phase, seconds in plan.time.phases.items()}
-    broadcasts = 2 if plan.layout.tp * plan.layout.pp > 1 else 0  # input and target, which one rank reads for them all
-    return plan.to_json() | phases | {
-        "settings": plan.config.model_dump(), "pipeline_s": phases["forward_s"] + phases["backward_s"],
-        "calls": sum(c["count"] for c in plan.time.collectives if c["kind"] != "send") + broadcasts,
-    }  # fmt: skip
+    # Input and target, which one rank reads for them all.
+    broadcasts = 2 if plan.layout.tp * plan.layout.pp > 1 else 0
+    calls = [c["count"] for c in plan.time.collectives if c["kind"] != "send"]
+    others = {
+        "settings": plan.config.model_dump(),
+        "pipeline_s": phases["forward_s"] + phases["backward_s"],
+        "calls": sum(calls) + broadcasts,
+    }
+    return plan.to_json() | phases | others
 
 
 def measured(folder: Path) -> dict[str, Any]:
@@ -77,27 +102,41 @@ def measured(folder: Path) -> dict[str, Any]:
     None: not measured. Raises UsageError where the run has no reading.
     """
     readings = _steady(folder)
-    mean, last = partial(_mean, readings), readings[-1]
-    counts = [r["messages"] for r in readings if r.get("messages")]
-    calls = next((n for n in counts if n % 1 == 0), None)  # a fraction: a CUDA graph was captured meanwhile
+    mean = partial(_mean, readings)
+    last = readings[-1]
+
+    # Messages of a step. A fraction: a CUDA graph was captured meanwhile.
+    counts = [reading["messages"] for reading in readings if reading.get("messages")]
+    calls = next((count for count in counts if count % 1 == 0), None)
+    if calls is None and last["ranks"] == 1:
+        calls = 0
+
+    # Of a CPU the run knows its resident set alone, with Python and its libraries in it.
+    peak = last["memory/most_bytes"] if last["device"] != "cpu" else None
 
     def phase(name, *more):
         return mean(name, *more) if mean(name) else None
 
     return {
-        "step_time_s": mean("step") - mean("data"), "forward_s": phase("forward"),
-        "backward_s": phase("backward", "reduce"), "pipeline_s": phase("pipeline", "reduce"),
+        "step_time_s": mean("step") - mean("data"),
+        "forward_s": phase("forward"),
+        "backward_s": phase("backward", "reduce"),
+        "pipeline_s": phase("pipeline", "reduce"),
         "update_s": phase("optimizer"),
-        # Of a CPU the run knows its resident set alone, with Python and its libraries in it.
-        "peak_allocated_bytes": last["memory/most_bytes"] if last["device"] != "cpu" else None,
-        "calls": 0 if calls is None and last["ranks"] == 1 else calls,
-    }  # fmt: skip
+        "peak_allocated_bytes": peak,
+        "calls": calls,
+    }
 
 
 def _mean(readings, *names):
     """Mean seconds of phases of a step, added up."""
-    seconds = [sum(r.get(f"time/{name}") or 0 for name in names) for r in readings]
-    return fmean(seconds, weights=[r["iterations"] for r in readings])
+    seconds = []
+    for reading in readings:
+        phases = [reading.get(f"time/{name}") or 0 for name in names]
+        seconds.append(sum(phases))
+    # A reading is the mean over so many iterations.
+    weights = [reading["iterations"] for reading in readings]
+    return fmean(seconds, weights=weights)
 
 
 def _steady(folder):
@@ -106,26 +145,42 @@ def _steady(folder):
     readings = read_metrics(path) if path.exists() else []
     if not readings:
         raise UsageError(f"{folder}: has no readings ({path.name}): no step of this run was read")
-    begins = max(i for i, r in enumerate(readings) if i == 0 or r["since_start"] <= r["iterations"])
+    begins = 0
+    for i, reading in enumerate(readings):
+        is_first_after_a_start = reading["since_start"] <= reading["iterations"]
+        if is_first_after_a_start:
+            begins = i
     last_start = readings[begins:]
-    return [r for r in last_start if r["since_start"] - r["iterations"] >= WARMUP_ITERATIONS] or last_start
+    warm = [r for r in last_start if r["since_start"] - r["iterations"] >= WARMUP_ITERATIONS]
+    return warm or last_start
 
 
 def _reasons(gpu, readings, ratios):
     """Why figures are off, as far as the readings tell."""
-    mean, last = partial(_mean, readings), readings[-1]
+    mean = partial(_mean, readings)
+    last = readings[-1]
     off = {name for name, ratio in ratios.items() if not 1 - OFF <= ratio <= 1 + OFF}
-    same = last["device"] == "cpu" if gpu.device == "cpu" else gpu.measured or is_gpu(gpu.name, last["device"])
-    if not same:
+    if gpu.device == "cpu":
+        is_same_device = last["device"] == "cpu"
+    else:
+        is_same_device = gpu.measured or is_gpu(gpu.name, last["device"])
+    if not is_same_device:
         yield f"the plan is for {gpu.name}, and {last['device']} is another device: times and memory are its own"
         off &= {"calls"}
-    data, late = mean("data") / mean("step"), mean("slowest_over_mean")
+
+    # What no plan has.
+    data = mean("data") / mean("step")
+    late = mean("slowest_over_mean")
     if data > OFF:
         yield f"data: a step waits {data:.0%} of its time for its batch, which no plan has: --num_data_workers"
     if late > 1 + OFF:
         yield f"straggler: rank {last['time/slowest_rank']:.0f} takes {late:.2f} times the mean until ranks first meet"
+
+    # What a plan has.
     if "step_time_s" in off:
-        if last["ranks"] > 1 and ratios.get("backward_s", 1) > ratios.get("forward_s", 1) * (1 + OFF):
+        forward = ratios.get("forward_s", 1)
+        backward = ratios.get("backward_s", 1)
+        if last["ranks"] > 1 and backward > forward * (1 + OFF):
             yield "messages: the backward pass, which reduces gradients, is further off than the forward one"
         else:
             yield "computation: all phases are off alike: the device reaches another share of its peak than planned"

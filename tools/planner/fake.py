@@ -162,9 +162,11 @@ def pipeline_shapes(config: Config, layout: Layout) -> Iterator[None]:
         first, last = number == 0, number == count - 1
         taken, given = inputs if first else tokens, outputs if last else tokens
         shapes = {
-            "input_args": (like(taken, requires_grad=not first),), "input_grads": None if first else (like(taken),),
-            "output_args": (like(given, requires_grad=not last),), "output_grads": None if last else (like(given),),
-        }  # fmt: skip
+            "input_args": (like(taken, requires_grad=not first),),
+            "input_grads": None if first else (like(taken),),
+            "output_args": (like(given, requires_grad=not last),),
+            "output_grads": None if last else (like(given),),
+        }
         known = inspect.signature(PipelineStage).parameters  # torch 2.11 takes no shapes of gradients
         shapes = {name: shape for name, shape in shapes.items() if name in known}
         return PipelineStage(module, number, count, device, group=group, **shapes)
@@ -192,7 +194,12 @@ class Replica(nn.Module):
     """
 
     def __init__(
-        self, module: nn.Module, options: DataParallelOptions, device: torch.device, split: Split, find_unused: bool
+        self,
+        module: nn.Module,
+        options: DataParallelOptions,
+        device: torch.device,
+        split: Split,
+        find_unused: bool,
     ):
         super().__init__()
         self.module, self.device, self.wanted = module, device, True

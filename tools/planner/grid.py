@@ -24,7 +24,9 @@ class Axis(NamedTuple):
         if self.key != "img_size":
             return [f"--{self.key}={value}"]
         sides = value.split("x")
-        return [f"--{self.key}", *(sides * 2 if len(sides) == 1 else sides)]
+        if len(sides) == 1:
+            sides *= 2
+        return [f"--{self.key}", *sides]
 
 
 class Cell(NamedTuple):
@@ -47,7 +49,13 @@ def parse_axis(text: str) -> Axis:
     return Axis(key, values)
 
 
-def plan_grid(words: Sequence[str], gpu: Gpu, counts: Sequence[int], axis: Axis, inference: bool) -> list[Cell]:
+def plan_grid(
+    words: Sequence[str],
+    gpu: Gpu,
+    counts: Sequence[int],
+    axis: Axis,
+    inference: bool,
+) -> list[Cell]:
     """The Cells of all numbers of GPUs and all values, row by row.
 
     words: options of the config. counts: GPUs; all of a row share an image, by domain parallelism. inference: a forward
@@ -57,6 +65,7 @@ def plan_grid(words: Sequence[str], gpu: Gpu, counts: Sequence[int], axis: Axis,
     for gpus in counts:
         for value in axis.values:
             own_words = [*words, f"--domain_parallel={gpus}", *axis.options(value)]
+            # A refused cell is a dash in the table, with the reason below.
             try:
                 config = load_config(own_words, world_size=gpus, splits=SCRIPTS[SCRIPT].splits)
                 layout = config.layout(gpus, gpu.gpus_per_node)
@@ -113,11 +122,16 @@ def _table(cells, axis, beside, title, words_of):
         else:
             words = words_of(cell.plan, beside[cell.value])
         rows.setdefault(cell.gpus, [cell.gpus]).append(words)
-    columns = {f"{title}; GPUs an image": ""} | {f"{axis.key} {value}": "" for value in axis.values}
+    columns = {f"{title}; GPUs an image": ""}
+    for value in axis.values:
+        columns[f"{axis.key} {value}"] = ""
     return format_table(columns, list(rows.values()))
 
 
-def grid_json(cells: Sequence[Cell], axis: Axis) -> list[dict[str, Any]]:
+def grid_json(
+    cells: Sequence[Cell],
+    axis: Axis,
+) -> list[dict[str, Any]]:
     """The cells as JSON has them."""
     found = []
     for cell in cells:

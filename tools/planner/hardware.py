@@ -52,24 +52,37 @@ class Speeds:
     @cache  # noqa: B019  there are few Speeds in a process
     def seconds(self, operation: Operation, dtype: str, head: int = 0) -> float:
         """Seconds of an operation. dtype: in which it computes, as the tables call it. head: its size, of attention."""
-        name = operation.name
-        if name not in self.operations:
-            backward = "backward" in name or (not name and operation.phase == "backward")
-            alike = [n for n in self.operations if ATTENTION in n and backward == n.endswith("backward")]
-            if operation.kind == ATTENTION and alike:  # a GPU has a kernel of its own for each type
-                of_this_type = [n for n in alike if self._has_type(n, dtype)]
-                name = (of_this_type or alike)[0]
-            else:
-                name = LIKE.get(operation.kind, "mm")
+        name = self._measured_name(operation, dtype)
 
         def distance(known):
-            """Of a measured type."""
+            """Of a measured type: another dtype is further off than another size of heads."""
             called, _, size = known.partition(OF_HEADS)
-            return called != dtype, abs(math.log(int(size) / max(1, head))) if size else 0.0
+            is_other = called != dtype
+            if not size:
+                return is_other, 0.0
+            return is_other, abs(math.log(int(size) / max(1, head)))
 
+        nearest_type = min(self.operations[name], key=distance)
         work, place = _place(name, operation.flops, operation.moved)
-        table = self._table(name, min(self.operations[name], key=distance))
-        return work / math.exp(float(table(np.array([place]))[0]))
+        table = self._table(name, nearest_type)
+        (log_of_rate,) = table(np.array([place]))
+        return work / math.exp(float(log_of_rate))
+
+    def _measured_name(self, operation, dtype):
+        """Name of the operator whose measurements count for an operation: its own, or one of its kind."""
+        name = operation.name
+        if name in self.operations:
+            return name
+        is_backward = "backward" in name or (not name and operation.phase == "backward")
+        alike = []
+        for known in self.operations:
+            if ATTENTION in known and is_backward == known.endswith("backward"):
+                alike.append(known)
+        if operation.kind == ATTENTION and alike:
+            # A GPU has a kernel of its own for each type.
+            of_this_type = [known for known in alike if self._has_type(known, dtype)]
+            return (of_this_type or alike)[0]
+        return LIKE.get(operation.kind, "mm")
 
     def _has_type(self, name, dtype):
         types = {known.partition(OF_HEADS)[0] for known in self.operations[name]}
@@ -80,20 +93,29 @@ class Speeds:
         """The logarithm of work per second, linear between the measured sizes."""
         from scipy.interpolate import RBFInterpolator  # slow to import
 
-        found = {_place(name, *size): seconds for *size, seconds in self.operations[name][dtype]}
+        found = {}
+        for flops, moved, seconds in self.operations[name][dtype]:
+            found[_place(name, flops, moved)] = seconds
         works, places = zip(*found, strict=True)
-        values = np.log(np.array(works) / np.array(list(found.values())))
+        rates = np.array(works) / np.array(list(found.values()))
+        values = np.log(rates)
         return RBFInterpolator(np.array(places), values, kernel="linear", degree=0)
 
 
-def _place(name: str, flops: float, moved: float) -> tuple[float, tuple[float, float]]:
+def _place(
+    name: str,
+    flops: float,
+    moved: float,
+) -> tuple[float, tuple[float, float]]:
     """(work, its place in a table): logarithms of work and of FLOP per byte, where there are FLOP.
 
     Of attention FLOP per byte alone, which tell the number of tokens: heads are computed one after another.
     """
     if not flops:
         return moved, (math.log(moved), 0.0)
-    return flops, (0.0 if ATTENTION in name else math.log(flops), math.log(flops / moved))
+    size = 0.0 if ATTENTION in name else math.log(flops)
+    intensity = math.log(flops / moved)  # FLOP per byte
+    return flops, (size, intensity)
 
 
 @dataclass(frozen=True)
@@ -121,12 +143,14 @@ class Measured:
 
     def speeds(self, ranks: int) -> Speeds:
         """Times while so many ranks of a node compute, or the nearest number that was measured."""
-        return self.compute[min(self.compute, key=lambda n: (abs(n - ranks), n))]
+        nearest_number = min(self.compute, key=lambda number: (abs(number - ranks), number))
+        return self.compute[nearest_number]
 
     def collective(self, kind: str, nodes: int, name: str) -> Collective:
         """The Collective of a kind, inside a node or over several. Raises UsageError where it was not measured."""
         place = "inside" if nodes == 1 else "across"
-        if kind not in (found := self.collectives.get(place, {})):
+        found = self.collectives.get(place, {})
+        if kind not in found:
             raise UsageError(
                 f"{name}: {kind} {place} nodes was not measured, only {self.ranks} rank(s) of a node: start plan.py "
                 "--calibrate by torchrun --nproc_per_node N, or by srun on two nodes or more"
@@ -177,9 +201,12 @@ class Gpu(BaseModel):
 
     def attention_share(self, kernel: AttentionKernel, head: int) -> float:
         """Share of the peak that attention reaches with a kernel, or with another where this GPU has no such kernel."""
-        shares = self.attention.get(kernel) or self.attention.get("flash") or next(iter(self.attention.values()))
-        known = [size for size in sorted(shares) if size >= head]
-        return shares[known[0] if known else max(shares)]
+        first = next(iter(self.attention.values()))
+        shares = self.attention.get(kernel) or self.attention.get("flash") or first
+        # The shares of the smallest heads that are as large, else of the largest ones.
+        as_large = [size for size in sorted(shares) if size >= head]
+        size = as_large[0] if as_large else max(shares)
+        return shares[size]
 
     @property
     def device(self) -> str:
@@ -203,7 +230,9 @@ def load_gpu(name: str, path: Path = HARDWARE) -> Gpu:
     gpus = read_gpus(path)
     if name not in gpus:
         known = [*gpus, *measured]
-        near = next((gpu for gpu in known if gpu.startswith(name.lower())), name.lower())
+        # "a100" is nearer to "a100-40gb" than to another short name.
+        wanted = name.lower()
+        near = next((gpu for gpu in known if gpu.startswith(wanted)), wanted)
         raise UsageError(f"{path}: no GPU '{name}'{nearest(near, known)}; it has {', '.join(known)}")
     try:
         return Gpu.model_validate(gpus[name] | {"name": name})
@@ -216,7 +245,8 @@ def gpu_of(name: str, entry: dict[str, Any]) -> Gpu:
 
     What a data sheet says is not asked for where there is a measurement.
     """
-    sheet: dict[str, Any] = {name: 1.0 for name, field in Gpu.model_fields.items() if field.is_required()}
+    required = [key for key, field in Gpu.model_fields.items() if field.is_required()]
+    sheet: dict[str, Any] = dict.fromkeys(required, 1.0)
     sheet["attention"] = {"flash": {256: 1.0}}
     own = {"name": name, "gpus_per_node": entry["measured"]["ranks"]}
     return Gpu.model_validate(sheet | entry | own, strict=False)
@@ -224,7 +254,8 @@ def gpu_of(name: str, entry: dict[str, Any]) -> Gpu:
 
 def read_gpus(path: Path = HARDWARE) -> dict[str, dict[str, Any]]:
     """{name: its entry} of the GPUs in a YAML file, unchecked."""
-    return {str(name): gpu for name, gpu in read_mappings(path, "GPUs").items() if name != DEFAULTS}
+    entries = read_mappings(path, "GPUs")
+    return {str(name): gpu for name, gpu in entries.items() if name != DEFAULTS}
 
 
 def gpu_called(device: str) -> str | None:

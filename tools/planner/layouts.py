@@ -35,12 +35,22 @@ SCHEDULES = "1f1b", "interleaved"  # gpipe holds more and is no faster
 MICRO_BATCHES = 4, 2, 1  # for each stage of a pipeline: the most that the batch allows, for a small bubble
 # A split is tried with one block, and a pipeline by itself with all blocks, since neither depends on the other.
 ONE_BLOCK = {
-    "depth": 1, "tp_backend": "native", "pipeline_parallel": 1, "pp_schedule": "1f1b", "gradient_accumulation": 1
-}  # fmt: skip
+    "depth": 1,
+    "tp_backend": "native",
+    "pipeline_parallel": 1,
+    "pp_schedule": "1f1b",
+    "gradient_accumulation": 1,
+}
 ONE_RANK_A_STAGE = {
-    "tensor_parallel": 1, "context_parallel": 1, "domain_parallel": 1, "sequence_parallel": False,
-    "cp_method": "gather", "domain_method": "gather", "gradient_accumulation": 1,
-}  # fmt: skip
+    "tensor_parallel": 1,
+    "context_parallel": 1,
+    "domain_parallel": 1,
+    "sequence_parallel": False,
+    "cp_method": "gather",
+    "domain_method": "gather",
+    "gradient_accumulation": 1,
+}
+UNSPLIT = 1, "1", "1x1"  # how a config says that images are not split
 WIDEST_TP = 8  # nodes that tensor parallelism may span, where no layout inside a node works
 
 
@@ -62,6 +72,7 @@ def candidates(
     refusal = trial(config)
     keys = config.model_dump(exclude={"config"})
     for tp in choice.tensor_parallel():
+        # Across nodes tensor parallelism is slow.
         if tp > ranks_per_node and found:
             break
         try:
@@ -76,10 +87,12 @@ def candidates(
             several_share_weights = gpus // (tp * pp) > 1
             strategies = list(choice.strategies(dp, several_share_weights))
             for way in choice.ways(dp, tp, cp, pp, domain):
+                # What the config itself refuses costs nothing; the model is split only for what is left.
                 taken = []
                 for strategy in strategies:
+                    settings = keys | split | way | strategy
                     try:
-                        checked = check_config(keys | split | way | strategy, config.config, "", (), gpus)
+                        checked = check_config(settings, config.config, "", (), gpus)
                         taken.append((checked, checked.layout(gpus, ranks_per_node)))
                     except UsageError as error:
                         refused[str(error).removeprefix(": ")] += 1
@@ -108,21 +121,31 @@ class _Choices:
     ranks_per_node: int
     fixed: frozenset[str]
 
-    def values(self, name: str, wanted: Sequence[Any], of_use: bool = True) -> Sequence[Any]:
+    def values(
+        self,
+        name: str,
+        wanted: Sequence[Any],
+        of_use: bool = True,
+    ) -> Sequence[Any]:
         """The values of a key that are tried. of_use: whether another value than that of config changes anything."""
         is_free = of_use and name not in self.fixed
-        return wanted if is_free else [getattr(self.config, name)]
+        if is_free:
+            return wanted
+        return [getattr(self.config, name)]
 
     def tensor_parallel(self) -> Sequence[int]:
         """Sizes of tp."""
         most = WIDEST_TP * self.ranks_per_node
-        return self.values("tensor_parallel", [tp for tp in _divisors(self.gpus) if tp <= most])
+        sizes = [tp for tp in _divisors(self.gpus) if tp <= most]
+        return self.values("tensor_parallel", sizes)
 
     def splits(self, ranks: int) -> Iterator[tuple[int, int, Any]]:
         """Sizes of cp, pp and domain, among so many ranks."""
         config = self.config
         rows, columns = (n // config.patch_size for n in config.img_size[:2])
         counts = _divisors(ranks)
+
+        # Context and pipeline parallelism.
         cps = self.values("context_parallel", counts)
         pps = self.values("pipeline_parallel", counts)
         is_free = cps == pps == counts
@@ -132,19 +155,29 @@ class _Choices:
             if can_be or not is_free:
                 yield cp, pp, 1
 
+        # Domain parallelism, which goes without both: bands of rows, or tiles.
         bands = [n for n in counts if 1 < n <= rows]
-        for domain in self.values("domain_parallel", [*bands, *_tiles(counts, rows, columns)]):
-            splits_images = domain not in (1, "1", "1x1")
+        tiles = _tiles(counts, rows, columns)
+        for domain in self.values("domain_parallel", [*bands, *tiles]):
+            splits_images = domain not in UNSPLIT
             if splits_images and 1 in cps and 1 in pps:
                 yield 1, 1, domain
 
-    def ways(self, dp: int, tp: int, cp: int, pp: int, domain: Any) -> Iterator[dict[str, Any]]:
+    def ways(
+        self,
+        dp: int,
+        tp: int,
+        cp: int,
+        pp: int,
+        domain: Any,
+    ) -> Iterator[dict[str, Any]]:
         """Methods and schedules of a split, as settings."""
         share = self.config.global_batch_size // dp
         fitting = [each * pp for each in MICRO_BATCHES if share % (each * pp) == 0]
         micro_batches = fitting[0] if fitting else pp
         # With other splits a rank of sequence_parallel holds less and sends the same bytes.
         slices = [False, True] if cp == pp == 1 else [True]
+        # A method or a schedule matters only where its dimension is split.
         options = {
             "sequence_parallel": self.values("sequence_parallel", slices, tp > 1 and domain == 1),
             "cp_method": self.values("cp_method", choices("cp_method"), cp > 1),
@@ -161,7 +194,8 @@ class _Choices:
         several: more than one rank has the same weights.
         """
         # Data-parallel ranks of a node, over which hsdp cuts weights.
-        inside = max(1, math.gcd(self.ranks_per_node, self.gpus) * dp // self.gpus)
+        ranks_inside = math.gcd(self.ranks_per_node, self.gpus)
+        inside = max(1, ranks_inside * dp // self.gpus)
         hsdp_is_fsdp = self.gpus <= self.ranks_per_node or inside == dp or dp == 1
         tried = self.values("data_parallel", choices("data_parallel") if several else ["ddp"])
         for strategy in tried:
@@ -171,7 +205,8 @@ class _Choices:
             plain = {}
             for key, own in STRATEGY_KEYS.items():
                 if strategy not in own:
-                    plain[key] = self.values(key, [Config.model_fields[key].default])[0]
+                    default = Config.model_fields[key].default
+                    (plain[key],) = self.values(key, [default])
             for again in self.values("activation_checkpointing", CHECKPOINTING):
                 yield {"data_parallel": strategy, "activation_checkpointing": again, **plain}
 
@@ -193,10 +228,15 @@ def trial(config: Config) -> Callable[[dict[str, Any]], str | None]:
     """A function that tells why a split of the model is refused, None where it is not, for settings {key: value}."""
 
     @cache
-    def refusal(*settings):
+    def refusal_of(*settings):
         return split_refusal(config.model_copy(update=dict(settings)))
 
-    return lambda settings: refusal(*(settings | ONE_BLOCK).items()) or refusal(*(settings | ONE_RANK_A_STAGE).items())
+    def refusal(settings):
+        split_of_a_block = settings | ONE_BLOCK
+        pipeline_alone = settings | ONE_RANK_A_STAGE
+        return refusal_of(*split_of_a_block.items()) or refusal_of(*pipeline_alone.items())
+
+    return refusal
 
 
 def split_refusal(config: Config) -> str | None:
@@ -206,7 +246,8 @@ def split_refusal(config: Config) -> str | None:
     shared = math.prod(tiles)
     if shared > 1 and config.sequence_parallel and tp > 1:
         return "domain parallelism goes without sequence_parallel: train_mp.py splits a model so"
-    with fake_rank(Layout(tp * cp * pp * shared, tp, cp, pp, domain=tiles)):
+    layout = Layout(tp * cp * pp * shared, tp, cp, pp, domain=tiles)
+    with fake_rank(layout):
         try:
             split_as_configured(build_model(config), config)
         except (ValueError, UsageError) as error:
@@ -216,7 +257,7 @@ def split_refusal(config: Config) -> str | None:
 
 def script_of(options: Mapping[str, Any]) -> str:
     """The first script that can split a model in all the ways that some keys of a config ask for."""
-    used = [key for key in SPLITS if options.get(key, 1) not in (1, "1", "1x1")]
+    used = [key for key in SPLITS if options.get(key, 1) not in UNSPLIT]
     for name, script in SCRIPTS.items():
         if set(used) <= set(script.splits):
             return name
@@ -227,17 +268,30 @@ def arguments(config: Config, words: Iterable[str]) -> list[str]:
     """The options with which a script has this config. words: those that gave the config, whatever the layout."""
     options = parse_command_line(list(words), None, SCRIPTS["train.py"].yaml_config)
     path, name = options["yaml_config"], options["config"]
-    written = {key: field.default for key, field in Config.model_fields.items()} | read_named_config(path, name)
-    own = [] if path == SCRIPTS[script_of(vars(config))].yaml_config else [f"--yaml_config={path}"]
+    script = SCRIPTS[script_of(vars(config))]
+
+    own = []
+    if path != script.yaml_config:
+        own.append(f"--yaml_config={path}")
     own.append(f"--config={name}")
+
+    # Options name what differs from the file. The global batch is the same in any layout.
+    defaults = {key: field.default for key, field in Config.model_fields.items()}
+    written = defaults | read_named_config(path, name)
     for key in Config.model_fields:
         value = getattr(config, key)
-        if key not in ("config", "local_batch_size") and value != written[key]:  # the global batch is the same anywhere
+        is_said_otherwise = key in ("config", "local_batch_size")
+        if not is_said_otherwise and value != written[key]:
             own += option_words(key, value)
     return own
 
 
-def command(config: Config, layout: Layout, words: Iterable[str], ranks_per_node: int = 4) -> str:
+def command(
+    config: Config,
+    layout: Layout,
+    words: Iterable[str],
+    ranks_per_node: int = 4,
+) -> str:
     """The command line that runs a layout: plain python, torchrun on one node, sbatch on several.
 
     words: the options that gave the config. Raises UsageError for words that are no options.
@@ -249,6 +303,9 @@ def command(config: Config, layout: Layout, words: Iterable[str], ranks_per_node
     elif nodes == 1:
         start = ["torchrun", f"--nproc_per_node={layout.world_size}", script]
     else:
-        per_node = [] if ranks_per_node == 4 else [f"--gpus-per-node={ranks_per_node}"]
+        # The submit scripts ask for four GPUs of a node by themselves.
+        per_node = []
+        if ranks_per_node != 4:
+            per_node = [f"--gpus-per-node={ranks_per_node}"]
         start = ["sbatch", "-N", str(nodes), *per_node, SCRIPTS[script].submit]
     return shlex.join([*start, *arguments(config, words)])

@@ -57,7 +57,9 @@ class Plan:
     def fits(self) -> str:
         """fits, marginal or no: see docs/plan.md for the thresholds."""
         share = self.needed / self.gpu.memory
-        return "fits" if share <= FITS else "marginal" if share <= MARGINAL else "no"
+        if share <= FITS:
+            return "fits"
+        return "marginal" if share <= MARGINAL else "no"
 
     @property
     def samples_per_sec(self) -> float:
@@ -76,19 +78,13 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON can hold it."""
-        c, layout = self.config, self.layout
-        rows, columns = layout.domain
+        memory = {name: round(size) for name, size in self.memory.items()}
+        memory["overhead"] = round(self.overhead)
         return self.curve | {
-            "layout": {
-                "gpus": layout.world_size, "dp": layout.dp, "tp": layout.tp, "cp": layout.cp, "pp": layout.pp,
-                "domain": rows * columns if columns == 1 else f"{rows}x{columns}", "dp_shard": layout.shard,
-                "local_batch_size": c.global_batch_size // layout.dp,
-                **{key: getattr(c, key) for key in OF_THE_LAYOUT},
-            },
+            "layout": self._layout_to_json(),
             "gpu": self.gpu.name,
             "inference": self.inference,
-            "memory_bytes": {name: round(size) for name, size in self.memory.items()}
-            | {"overhead": round(self.overhead)},
+            "memory_bytes": memory,
             "peak_allocated_bytes": round(self.peak),
             "gpu_memory_bytes": self.gpu.memory,
             "fits": self.fits,
@@ -101,7 +97,24 @@ class Plan:
             "samples_per_sec": self.samples_per_sec,
             "nodes": self.nodes,
             "node_hours": self.node_hours,
-        }  # fmt: skip
+        }
+
+    def _layout_to_json(self):
+        """Sizes of the mesh, and the keys of the config that belong to a layout."""
+        layout = self.layout
+        rows, columns = layout.domain
+        sizes = {
+            "gpus": layout.world_size,
+            "dp": layout.dp,
+            "tp": layout.tp,
+            "cp": layout.cp,
+            "pp": layout.pp,
+            "domain": rows * columns if columns == 1 else f"{rows}x{columns}",
+            "dp_shard": layout.shard,
+            "local_batch_size": self.config.global_batch_size // layout.dp,
+        }
+        keys = {key: getattr(self.config, key) for key in OF_THE_LAYOUT}
+        return sizes | keys
 
 
 def plan_layout(
@@ -116,20 +129,30 @@ def plan_layout(
     Raises ValueError where the model cannot be split so.
     """
     traces = traces or trace_step(config, layout, gpu.device, inference)
-    memory = {name: max(trace.memory[name] for trace in traces) for name in CATEGORIES}
+
+    # Memory, of the rank that holds most.
+    memory = {}
+    for name in CATEGORIES:
+        memory[name] = max(trace.memory[name] for trace in traces)
     batch = max(trace.memory["batch"] for trace in traces)
     fetched_ahead = 0 if inference else batch
     memory["activations"] += batch + fetched_ahead
-    workspaces = 1 if inference else 2  # of cuBLAS: the threads of the forward and of the backward pass have their own
-    flops = sum(op.flops * calls for trace in traces for op, calls in trace.operations.items()) / len(traces)
+    # Of cuBLAS: the threads of the forward and of the backward pass have their own.
+    workspaces = 1 if inference else 2
     peak = max(trace.memory["peak"] for trace in traces)
+    peak = peak + fetched_ahead + workspaces * gpu.workspace_mib * 2**20
+
+    # Operations, of the mean rank.
+    flops = [operation.flops * calls for trace in traces for operation, calls in trace.operations.items()]
+    flops_of_a_rank = sum(flops) / len(traces)
+
     return Plan(
-        config,
-        layout,
-        gpu,
-        memory,
-        peak + fetched_ahead + workspaces * gpu.workspace_mib * 2**20,
-        flops * layout.world_size,
-        step_time(traces, config, layout, gpu, inference),
+        config=config,
+        layout=layout,
+        gpu=gpu,
+        memory=memory,
+        peak=peak,
+        flops=flops_of_a_rank * layout.world_size,
+        time=step_time(traces, config, layout, gpu, inference),
         inference=inference,
     )

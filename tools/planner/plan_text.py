@@ -11,11 +11,18 @@ from tools.planner.trace import STATES
 from tools.tables import GIB, MIB, format_table, format_tables
 from training.flops import precision
 
+REASONS = 12  # for which layouts were refused, of which a search tells the most frequent
+
 
 def plan_text(plans: Sequence[Plan], request: Request) -> str:
     """Everything about one layout."""
     (plan,) = plans
-    parts = [head(plan), memory_text(plan), messages_text(plan), time_text(plan)]
+    parts = [
+        head(plan),
+        memory_text(plan),
+        messages_text(plan),
+        time_text(plan),
+    ]
     if not plan.inference:
         parts.append(run_text(plan, request))
     return "\n\n".join(parts)
@@ -51,23 +58,33 @@ def layout_words(plan: Plan) -> str:
 def rate(plan: Plan) -> str:
     """Samples/s with three digits or more."""
     speed = plan.samples_per_sec
-    return f"{speed:.{1 if speed >= 10 else 3}f}"
+    return f"{speed:.1f}" if speed >= 10 else f"{speed:.3f}"
 
 
 def figures(plan: Plan) -> dict[str, Any]:
     """The figures of a plan in a table of several."""
     return plan.to_json() | {
-        "layout": layout_words(plan), "gpus": plan.layout.world_size, "batch": plan.config.global_batch_size,
-        "gib": plan.needed / GIB, "rate": rate(plan), "ms": plan.time.seconds * 1e3,
-    }  # fmt: skip
+        "layout": layout_words(plan),
+        "gpus": plan.layout.world_size,
+        "batch": plan.config.global_batch_size,
+        "gib": plan.needed / GIB,
+        "rate": rate(plan),
+        "ms": plan.time.seconds * 1e3,
+    }
 
 
 def memory_text(plan: Plan) -> str:
     """Memory by category as a table, and whether it fits."""
-    host = STATES if plan.config.cpu_offload and not plan.inference else ()
-    sizes = {f"{name}, in host memory" if name in host else name: plan.memory[name] for name in CATEGORIES}
-    if plan.inference:
-        sizes = {name: size for name, size in sizes.items() if name not in ("gradients", "optimizer")}
+    is_offloaded = plan.config.cpu_offload and not plan.inference
+    sizes: dict[str, float] = {}
+    for name in CATEGORIES:
+        if plan.inference and name in ("gradients", "optimizer"):
+            continue
+        title = name
+        if is_offloaded and name in STATES:
+            title = f"{name}, in host memory"
+        sizes[title] = plan.memory[name]
+
     moment = "in a forward pass" if plan.inference else "in training"
     sizes |= {
         f"at most at once, {moment}": plan.peak,
@@ -76,7 +93,8 @@ def memory_text(plan: Plan) -> str:
         f"{plan.gpu.name} has": plan.gpu.memory,
     }
     columns = {"memory of the rank that holds most": "", "GiB": ".2f"}
-    table = format_table(columns, [(name, size / GIB) for name, size in sizes.items()])
+    rows = [(name, size / GIB) for name, size in sizes.items()]
+    table = format_table(columns, rows)
     return f"{table}\n\nThis {VERDICTS[plan.fits]}."
 
 
@@ -84,29 +102,40 @@ def messages_text(plan: Plan) -> str:
     """The messages of a step as a table."""
     if not plan.time.collectives:
         return "No messages." if plan.layout.world_size > 1 else "No messages: one device."
-    rows = [
-        c | {"members": len(c["ranks"]), "where": "inside a node" if c["inside"] else "across nodes",
-             "mib": c["bytes"] / MIB, "ms": c["seconds"] * 1e3}
-        for c in plan.time.collectives
-    ]  # fmt: skip
+    rows = []
+    for collective in plan.time.collectives:
+        columns = {
+            "members": len(collective["ranks"]),
+            "where": "inside a node" if collective["inside"] else "across nodes",
+            "mib": collective["bytes"] / MIB,
+            "ms": collective["seconds"] * 1e3,
+        }
+        rows.append(collective | columns)
     return format_tables("inference_messages" if plan.inference else "plan_messages", rows)
 
 
 def time_text(plan: Plan) -> str:
     """The time of a step by part as a table, its error and what bounds it."""
     time, config = plan.time, plan.config
-    rows = [(name, seconds * 1e3, seconds / time.seconds) for name, seconds in time.parts.items() if seconds]
+    rows = []
+    for name, seconds in time.parts.items():
+        if seconds:
+            rows.append((name, seconds * 1e3, seconds / time.seconds))
+    what = "a forward pass" if plan.inference else "a step"
+    columns = {f"time of {what}": "", "ms": ".2f", "share": ".0%"}
+    table = format_table(columns, rows)
+
     rest = "data sheets: --calibrate on such GPUs to narrow it"
-    if measured := plan.gpu.measured:
+    measured = plan.gpu.measured
+    if measured:
         rest = f"measurements of {measured.processor}, {measured.cores} cores"
     if plan.inference:
-        table = format_table({"time of a forward pass": "", "ms": ".2f", "share": ".0%"}, rows)
         return (
             f"{table}\n\nA forward pass takes {time.seconds * 1e3:.1f} ms, give or take {time.error:.0%} (it rests on "
             f"{rest}), and is bound by {time.bound}: {rate(plan)} samples/s, {plan.flops / 1e12:.2f} TFLOP."
         )
     return (
-        f"{format_table({'time of a step': '', 'ms': '.2f', 'share': '.0%'}, rows)}\n\n"
+        f"{table}\n\n"
         f"A step takes {time.seconds * 1e3:.1f} ms, give or take {time.error:.0%} (it rests on {rest}), and is "
         f"bound by {time.bound}. Reading the data is not in it.\n"
         f"{rate(plan)} samples/s; {config.num_iters} iterations take {plan.node_hours:.2f} node-hours. "
@@ -116,16 +145,20 @@ def time_text(plan: Plan) -> str:
 
 def run_text(plan: Plan, request: Request, words: str = "Run it:") -> str:
     """The command that runs a plan, after some words."""
-    return f"{words}\n    {command(plan.config, plan.layout, request.words, plan.gpu.gpus_per_node)}"
+    line = command(plan.config, plan.layout, request.words, plan.gpu.gpus_per_node)
+    return f"{words}\n    {line}"
 
 
 def search_text(plans: Sequence[Plan], request: Request) -> str:
     """The best layouts, why others were refused, and how to run the first; where none fits, those that need least."""
     if not plans:
         return f"No script runs this on so many GPUs.\n\n{refused_text(request.refused)}"
-    rows = [figures(plan) | {"number": number} for number, plan in enumerate(plans, 1)]
+    rows = []
+    for number, plan in enumerate(plans, 1):
+        rows.append(figures(plan) | {"number": number})
     best = plans[0]
-    found, run = f"the best of {request.compared} layouts", run_text(best, request, "Run the first one:")
+    found = f"the best of {request.compared} layouts"
+    run = run_text(best, request, "Run the first one:")
     if best.fits == "no":
         found = f"none of {request.compared} layouts fits; those that need least"
         run = "Nothing to run: more GPUs, or ones with more memory."
@@ -139,17 +172,20 @@ def search_text(plans: Sequence[Plan], request: Request) -> str:
 
 def refused_text(refused: dict[str, int]) -> str:
     """The most frequent reasons as lines. refused: {reason: number of layouts}."""
-    lines = [f"    {count:5}  {reason}" for reason, count in sorted(refused.items(), key=lambda item: -item[1])[:12]]
+    most_first = sorted(refused.items(), key=lambda item: -item[1])
+    lines = [f"    {count:5}  {reason}" for reason, count in most_first[:REASONS]]
     return "Not among them, how many and why:\n" + "\n".join(lines)
 
 
 def scaling_text(plans: Sequence[Plan], request: Request) -> str:
     """The curve as a table, and what it assumes. plans: from tools.planner.search.scaling."""
     gpu = request.gpu
+    megabytes = sample_bytes(request.any_layout()) / 1e6
+    table = format_tables("plan_curve", map(figures, plans))
     return (
         f"{gpu.name}; strong: the same batch on more GPUs; weak: the batch grows with them; efficiency: "
-        f"samples/s of a GPU to those of the first line.\n\n{format_tables('plan_curve', map(figures, plans))}\n\n"
+        f"samples/s of a GPU to those of the first line.\n\n{table}\n\n"
         f"Assumed: step times of ranks vary by {gpu.jitter:.1%} (jitter), each step waits for the slowest; a "
-        f"sample of {sample_bytes(request.any_layout()) / 1e6:.2f} MB is read at {gpu.node_read / 1e9:g} GB/s a node "
+        f"sample of {megabytes:.2f} MB is read at {gpu.node_read / 1e9:g} GB/s a node "
         f"(node_read), {gpu.total_read / 1e9:g} GB/s of all (total_read), while the step before computes."
     )

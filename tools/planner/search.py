@@ -31,7 +31,10 @@ LAYOUT_OPTIONS = (*SPLITS, "row_parallel_size", "data_parallel", "dp_shard")
 def gpu_counts(text: str) -> list[int]:
     """Numbers of GPUs: "16" -> [16], "8..64" -> [8, 16, 32, 64]. Raises UsageError for anything else."""
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
-    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    first, last = 0, 0
+    if match:
+        first = int(match[1])
+        last = int(match[2] or first)
     if not 1 <= first <= last <= MOST_GPUS:
         raise UsageError(f"--gpus '{text}': expected a number from 1 to {MOST_GPUS}, or a range as 8..4096")
     counts = [first]
@@ -47,8 +50,12 @@ class Request:
     refused: dict[str, int]  # {reason: how many others}
 
     def __init__(self, words: Sequence[str], gpu: Gpu, inference: bool = False):
-        self.words, self.gpu, self.inference = words, gpu, inference
-        self.named = {word[2:].split("=")[0] for word in words if word.startswith("--")}
+        self.words = words
+        self.gpu = gpu
+        self.inference = inference
+        # Keys of the config that the words set.
+        options = [word for word in words if word.startswith("--")]
+        self.named = {option[2:].split("=")[0] for option in options}
 
     def any_layout(self) -> Config:
         """The config, whatever the layout. Raises UsageError for local_batch_size, which depends on it."""
@@ -61,7 +68,8 @@ class Request:
 
     def plan(self, gpus: int) -> Plan:
         """The Plan of the layout that the options name. Raises UsageError where it is impossible."""
-        script = "train_mp.py" if self.named.isdisjoint(("domain_parallel", "domain_method")) else "train_shard.py"
+        splits_images = not self.named.isdisjoint(("domain_parallel", "domain_method"))
+        script = "train_shard.py" if splits_images else "train_mp.py"
         config = load_config(self.words, world_size=gpus, splits=SCRIPTS[script].splits)
         layout = config.layout(gpus, self.gpu.gpus_per_node)
         return plan_layout(config, layout, self.gpu, inference=self.inference)
@@ -75,28 +83,50 @@ def best_layouts(request: Request, gpus: int, top: int) -> list[Plan]:
     """
     found, request.refused = formula_plans(request, gpus)
     request.compared = len(found)
+
+    # The best of each split of the model.
     kept: dict[tuple, Plan] = {}
     for plan in sorted(found, key=_order):
-        kept.setdefault(tuple(getattr(plan.config, name) for name in SPLITS), plan)
-    best = [plan for plan in kept.values() if plan.fits != "no"][:top] or list(kept.values())[:top]
-    return sorted((plan_layout(plan.config, plan.layout, request.gpu) for plan in best), key=_order)
+        split = tuple(getattr(plan.config, name) for name in SPLITS)
+        kept.setdefault(split, plan)
+
+    # Those that fit; where none does, those that need least.
+    fitting = [plan for plan in kept.values() if plan.fits != "no"]
+    best = (fitting or list(kept.values()))[:top]
+
+    # The formulas are approximate, a trace is exact: its order may be another one.
+    traced = [plan_layout(plan.config, plan.layout, request.gpu) for plan in best]
+    return sorted(traced, key=_order)
 
 
-def formula_plans(request: Request, gpus: int, times: int = 1) -> tuple[list[Plan], dict[str, int]]:
+def formula_plans(
+    request: Request,
+    gpus: int,
+    times: int = 1,
+) -> tuple[list[Plan], dict[str, int]]:
     """Plans by textbook formulas of all layouts that the scripts can run, and {reason: number of refused layouts}.
 
     times: factor on the batch that was asked for.
     """
-    config, gpu = request.any_layout(), request.gpu
-    config = config.model_copy(update={"global_batch_size": times * config.global_batch_size})
+    gpu = request.gpu
+    config = request.any_layout()
+    batch = times * config.global_batch_size
+    config = config.model_copy(update={"global_batch_size": batch})
     valid, refused = candidates(config, gpus, gpu.gpus_per_node, request.named)
-    plans = [plan_layout(c, layout, gpu, textbook_traces(c, layout)) for c, layout in valid]
+    plans = []
+    for own_config, layout in valid:
+        traces = textbook_traces(own_config, layout)
+        plans.append(plan_layout(own_config, layout, gpu, traces))
     return plans, refused
 
 
 def _order(plan: Plan) -> tuple[int, float]:
-    cost = plan.needed if plan.fits == "no" else plan.time.seconds / plan.config.global_batch_size
-    return list(VERDICTS).index(plan.fits), cost
+    """The best plan first: one that fits, and of those the fastest; of those that do not, the one that needs least."""
+    verdict = list(VERDICTS).index(plan.fits)
+    if plan.fits == "no":
+        return verdict, plan.needed
+    seconds_of_a_sample = plan.time.seconds / plan.config.global_batch_size
+    return verdict, seconds_of_a_sample
 
 
 def expected_slowest(ranks: int) -> float:
@@ -107,19 +137,27 @@ def expected_slowest(ranks: int) -> float:
 def sample_bytes(config: Config) -> int:
     """Bytes of a sample in year files: its frames, and what follows it for the target, in float32."""
     points = math.prod(config.img_size)
-    targets = config.n_out_channels * config.longest_rollout if config.task == "forecast" else 0
-    return 4 * points * (config.state_channels + targets)
+    channels = config.state_channels
+    if config.task == "forecast":
+        channels += config.n_out_channels * config.longest_rollout
+    return 4 * points * channels
 
 
 def at_scale(plan: Plan) -> Plan:
     """A Plan whose step waits for the slowest of all ranks and for reading, as the module says."""
-    gpu, seconds, bound = plan.gpu, plan.time.seconds, plan.time.bound
-    seconds *= 1 + gpu.jitter * expected_slowest(plan.layout.world_size)
-    read = plan.config.global_batch_size * sample_bytes(plan.config)
-    reading = read / min(gpu.total_read, plan.nodes * gpu.node_read)
+    gpu = plan.gpu
+    bound = plan.time.bound
+    late = gpu.jitter * expected_slowest(plan.layout.world_size)
+    seconds = plan.time.seconds * (1 + late)
+
+    # A step takes the longer of computing and reading.
+    read = plan.config.global_batch_size * sample_bytes(plan.config)  # bytes
+    read_rate = min(gpu.total_read, plan.nodes * gpu.node_read)
+    reading = read / read_rate
     if reading > seconds:
         seconds, bound = reading, "reading"
-    return replace(plan, time=replace(plan.time, seconds=seconds, bound=bound))
+    time = replace(plan.time, seconds=seconds, bound=bound)
+    return replace(plan, time=time)
 
 
 def scaling(request: Request, counts: Sequence[int]) -> list[Plan]:
@@ -128,13 +166,15 @@ def scaling(request: Request, counts: Sequence[int]) -> list[Plan]:
     for kind in ("strong", "weak"):
         first = None
         for gpus in counts:
-            plans, _ = formula_plans(request, gpus, gpus // counts[0] if kind == "weak" else 1)
+            times = gpus // counts[0] if kind == "weak" else 1
+            plans, _ = formula_plans(request, gpus, times)
             if not plans:  # the batch is too small for so many
                 continue
             plan = at_scale(min(plans, key=_order))
-            speed = plan.samples_per_sec / gpus
+            speed = plan.samples_per_sec / gpus  # of one GPU
             first = first or speed
-            points.append(replace(plan, curve={"scaling": kind, "efficiency": speed / first}))
+            curve = {"scaling": kind, "efficiency": speed / first}
+            points.append(replace(plan, curve=curve))
     return points
 
 
@@ -146,7 +186,9 @@ def submit_plan(plan: Plan, request: Request, options: str) -> str:
     """
     if plan.fits == "no":
         raise UsageError("--submit: this layout does not fit into memory: --choose another, or give more --gpus")
-    words = [SCRIPTS[script_of(vars(plan.config))].submit, *arguments(plan.config, request.words)]
-    sbatch = ["sbatch", "--parsable", *on_nodes(plan.layout.world_size, plan.gpu.gpus_per_node)]
+    script = SCRIPTS[script_of(vars(plan.config))]
+    words = [script.submit, *arguments(plan.config, request.words)]
+    nodes = on_nodes(plan.layout.world_size, plan.gpu.gpus_per_node)
+    sbatch = ["sbatch", "--parsable", *nodes]
     line = f"{shlex.join(sbatch)} {options} {shlex.join(words)}"
     return f"job {submit(['export PREFLIGHT=1', line])}: PREFLIGHT=1 {line}"

@@ -60,7 +60,13 @@ class StepTime:
     collectives: list[dict[str, Any]]
 
 
-def step_time(traces: Sequence[Trace], config: Config, layout: Layout, gpu: Gpu, inference: bool = False) -> StepTime:
+def step_time(
+    traces: Sequence[Trace],
+    config: Config,
+    layout: Layout,
+    gpu: Gpu,
+    inference: bool = False,
+) -> StepTime:
     """StepTime of the slowest traced rank.
 
     traces: of trace_step. inference: of forward passes alone. gpu: of load_gpu; node = rank // gpu.gpus_per_node.
@@ -73,10 +79,17 @@ def step_time(traces: Sequence[Trace], config: Config, layout: Layout, gpu: Gpu,
     """
     if config.amp_mode == "fp8" and gpu.fp8 is None:
         raise UsageError(f"amp_mode fp8: {gpu.name} has no 8-bit products (fp8 in its entry): use --amp_mode bf16")
-    return max((rank_time(trace, config, layout, gpu, inference) for trace in traces), key=lambda step: step.seconds)
+    of_ranks = [rank_time(trace, config, layout, gpu, inference) for trace in traces]
+    return max(of_ranks, key=lambda step: step.seconds)
 
 
-def rank_time(trace: Trace, config: Config, layout: Layout, gpu: Gpu, inference: bool = False) -> StepTime:
+def rank_time(
+    trace: Trace,
+    config: Config,
+    layout: Layout,
+    gpu: Gpu,
+    inference: bool = False,
+) -> StepTime:
     """StepTime of one traced rank."""
     rank = _Rank(trace, config, layout, gpu, inference)
     on_cpu = gpu.device == "cpu"
@@ -106,15 +119,22 @@ def rank_time(trace: Trace, config: Config, layout: Layout, gpu: Gpu, inference:
     # the time in which a GPU waits for its host: a replayed graph hides the gaps between its kernels behind nothing,
     if not on_cpu:
         for phase, seconds in _by_phase(table).items():
-            is_replayed = config.enable_cuda_graphs
-            table[phase, "launch"] = host[phase] if is_replayed else max(0.0, host[phase] - seconds)
+            hidden = 0.0 if config.enable_cuda_graphs else seconds
+            table[phase, "launch"] = max(0.0, host[phase] - hidden)
 
     # and the time in which a stage of a pipeline has nothing to do.
     table["backward", "bubble"] = rank.bubble(waited, computing)
 
     parts = _by_part(table)
     error = MEASURED if gpu.measured else UNCALIBRATED
-    return StepTime(sum(parts.values()), error, parts, _by_phase(table), _bound(parts), collectives)
+    return StepTime(
+        seconds=sum(parts.values()),
+        error=error,
+        parts=parts,
+        phases=_by_phase(table),
+        bound=_bound(parts),
+        collectives=collectives,
+    )
 
 
 @dataclass(frozen=True)
@@ -170,11 +190,28 @@ class _Rank:
             passes_all = kind != "send" and not self._is_ring_attention(kind, group)
             times = []
             for nodes, fewest in shapes:
-                times.append(collective_time(kind, sent, count, len(members), nodes, fewest, self.gpu, passes_all))
-            found.append({
-                "phase": phase, "kind": kind, "group": group, "ranks": members, "count": count, "bytes": round(sent),
-                "inside": all(nodes == 1 for nodes, _ in shapes), "seconds": max(times),
-            })  # fmt: skip
+                seconds = collective_time(
+                    kind,
+                    sent,
+                    count,
+                    size=len(members),
+                    nodes=nodes,
+                    fewest=fewest,
+                    gpu=self.gpu,
+                    ring=passes_all,
+                )
+                times.append(seconds)
+            collective = {
+                "phase": phase,
+                "kind": kind,
+                "group": group,
+                "ranks": members,
+                "count": count,
+                "bytes": round(sent),
+                "inside": all(nodes == 1 for nodes, _ in shapes),
+                "seconds": max(times),
+            }
+            found.append(collective)
         return found
 
     def _is_ring_attention(self, kind: str, group: str) -> bool:
@@ -182,7 +219,10 @@ class _Rank:
         methods = {"cp": self.config.cp_method, "domain": self.config.domain_method}
         return kind == "all_to_all" and methods.get(_kind_of(group)) == "ring"
 
-    def by_what_hides_them(self, collectives: list[dict[str, Any]]) -> dict[tuple[str, str | None], list[Any]]:
+    def by_what_hides_them(
+        self,
+        collectives: list[dict[str, Any]],
+    ) -> dict[tuple[str, str | None], list[Any]]:
         """Collectives by their phase and the work that hides them: "compute", "attention" or None."""
         together = defaultdict[tuple[str, str | None], list[Any]](list)
         for collective in collectives:
@@ -202,14 +242,21 @@ class _Rank:
             return "compute"
         return None
 
-    def not_hidden(self, phase: str, work: str | None, collectives: list[dict[str, Any]], computing: Table) -> float:
+    def not_hidden(
+        self,
+        phase: str,
+        work: str | None,
+        collectives: list[dict[str, Any]],
+        computing: Table,
+    ) -> float:
         """Seconds of collectives of a phase that are left when the work that hides them is done."""
         total = sum(collective["seconds"] for collective in collectives)
         left = total
         if work == ATTENTION:
             # The exchange for the last part of the keys is the one that there is not.
             size = len(collectives[0]["ranks"])
-            left = max(0, total - computing[phase, ATTENTION] * (size - 1) / size)
+            behind_attention = computing[phase, ATTENTION] * (size - 1) / size
+            left = max(0, total - behind_attention)
         elif work == "compute":
             # Gradients are reduced with the last micro-batch, parameters are gathered in each.
             batches = 1 if self.is_sharded else self.config.gradient_accumulation
@@ -230,10 +277,16 @@ class _Rank:
             calls = max(calls, collective["bytes"] / sent_of_full_bucket)
         return collective["seconds"] / calls
 
-    def host(self, collectives: list[dict[str, Any]]) -> dict[str, float]:
+    def host(
+        self,
+        collectives: list[dict[str, Any]],
+    ) -> dict[str, float]:
         """Seconds in which the host launches operations: a lower bound, on a CPU beside computing."""
         measured = self.gpu.measured
-        each = measured.speeds(self.ranks_of_a_node).host if measured else dict.fromkeys(PHASES, self.gpu.launch)
+        # Seconds of an operation by phase.
+        each = dict.fromkeys(PHASES, self.gpu.launch)
+        if measured:
+            each = measured.speeds(self.ranks_of_a_node).host
         seconds = dict.fromkeys(PHASES, 0.0)
         if self.gpu.device == "cpu" and measured:
             # What is around a model was measured by itself.
@@ -308,13 +361,18 @@ def host_seconds(config: Config, launch: float) -> float:
     return launch * (COMPILED_LAUNCHES if config.enable_jit else 1)
 
 
-def wrapped(trace: Trace, collectives: Sequence[Mapping[str, Any]], config: Config) -> Counter[str]:
+def wrapped(
+    trace: Trace,
+    collectives: Sequence[Mapping[str, Any]],
+    config: Config,
+) -> Counter[str]:
     """Work of the code around a model in a step, by name: the messages of fsdp, tp, cp and pp.
 
     ddp: once, since its work is for each weight, however many buckets there are. domain: ShardTensor has a rule for
     each operation of the forward pass. full, selective: blocks that are computed again. collectives: of StepTime.
     """
-    counted, blocks = Counter[str](), config.depth // config.pipeline_parallel
+    counted = Counter[str]()
+    blocks = config.depth // config.pipeline_parallel
     groups = {_kind_of(collective["group"]) for collective in collectives}
     for collective in collectives:
         name = _kind_of(collective["group"])
@@ -322,13 +380,17 @@ def wrapped(trace: Trace, collectives: Sequence[Mapping[str, Any]], config: Conf
             name = "fsdp" if config.data_parallel in SHARDED else "ddp"
         counted[name] += collective["count"]
     counted["ddp"] = min(1, counted["ddp"])
-    split = config.domain_parallel not in (1, "1", "1x1")
-    counted["domain"] = split * round(sum(n for op, n in trace.operations.items() if op.phase == "forward"))
+    counted["domain"] = 0
+    if config.domain_parallel not in (1, "1", "1x1"):
+        forward = [calls for operation, calls in trace.operations.items() if operation.phase == "forward"]
+        counted["domain"] = round(sum(forward))
     if config.activation_checkpointing in ("full", "selective"):
         passes = config.gradient_accumulation * config.rollout_steps
         counted[config.activation_checkpointing] = blocks // config.checkpointing_interval * passes
-    if config.data_parallel in SHARDED and groups & {"cp", "domain", "image"}:  # parameters travel as tokens do
-        counted["fsdp"] = max(counted["fsdp"], (blocks + 1) * (2 if config.data_parallel == "zero2" else 3))
+    if config.data_parallel in SHARDED and groups & {"cp", "domain", "image"}:
+        # Parameters travel in the groups of tokens: a gather forward, and a reduction and mostly a gather backward.
+        calls_of_a_unit = 2 if config.data_parallel == "zero2" else 3
+        counted["fsdp"] = max(counted["fsdp"], (blocks + 1) * calls_of_a_unit)
     return counted
 
 

@@ -6,14 +6,14 @@ The search compares thousands of layouts by them, each in less than a millisecon
 
 import math
 from collections import Counter
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from distributed.data_parallel import SHARDED
-from networks.vit import patch_grid
 from tools.instruments.counting import bytes_sent
 from tools.instruments.tracker import ATTENTION, Message, Operation
+from tools.planner.symbols import FULL, Symbols
 from tools.planner.trace import Trace
 from training.step import AMP_DTYPES
 from utils.comm import COMBINED
@@ -22,7 +22,6 @@ from utils.layout import Layout
 from utils.schema import Config
 
 MODELS = "vit", "classifier"  # that the formulas describe
-FULL = 4  # bytes of a float32 number
 
 
 def textbook_traces(config: Config, layout: Layout) -> list[Trace]:
@@ -32,245 +31,449 @@ def textbook_traces(config: Config, layout: Layout) -> list[Trace]:
     """
     if config.model not in MODELS:
         raise UsageError(f"{config.config}: the formulas describe {' and '.join(MODELS)}, not model {config.model}")
-    return [textbook_trace(config, layout, stage) for stage in sorted({0, layout.pp - 1})]
+    stages = sorted({0, layout.pp - 1})
+    return [textbook_trace(Symbols(config, layout, stage)) for stage in stages]
 
 
-def textbook_trace(config: Config, layout: Layout, stage: int) -> Trace:
-    """The Trace of a rank of a stage of the pipeline. Names are those of the page; numbers are counted, not bytes."""
-    first, last = stage == 0, stage == layout.pp - 1
-    t = layout.tp  # tensor-parallel ranks
-    c = layout.cp * math.prod(layout.domain)  # ranks that share an image
-    method = config.cp_method if layout.cp > 1 else config.domain_method
+def textbook_trace(s: Symbols) -> Trace:
+    """The Trace of a rank."""
+    held = memory(s)
+    sent = messages(s)
+    return Trace(held, held, operations(s), sent.counted, sent.groups)
 
-    # The batch: m micro-batches of b samples, n tokens of this rank out of N of the image.
-    m = config.gradient_accumulation
-    b = config.global_batch_size // layout.dp // m
-    rows, columns, *deep = patch_grid(config.img_size, config.patch_size)[0]
-    rows_here = math.ceil(rows / (layout.cp * layout.domain[0]))
-    n = rows_here * math.ceil(columns / layout.domain[1]) * math.prod(deep)
-    N = rows * columns * math.prod(deep)
-    points = config.patch_size ** (2 + len(deep))  # of a patch
-    inputs = points * config.model_in_channels  # of a token
-    classifies = config.model == "classifier"
-    outputs = config.num_classes or 0 if classifies else points * config.n_out_channels
-    states = 0 if classifies else b * n * outputs
-    steps = config.longest_rollout  # of a forecast
 
-    # Activations of L blocks with D features: of a layer, of the residual stream between layers, inside the MLP.
-    D, L = config.embed_dim, config.depth // layout.pp
-    layer = b * n * D
-    stream = layer / (t if config.sequence_parallel else 1)
-    hidden = layer * config.mlp_ratio / t
-    low = config.amp_mode != "none"
-    w = 2 if low else FULL  # bytes of a number in a product of matrices
-    again = L // config.checkpointing_interval  # blocks that are computed again in the backward pass
-    if config.activation_checkpointing == "none":
-        again = 0
-    passes = m * steps  # forward passes of an optimizer step
+# Memory.
 
-    # Parameters of a block, and of the embeddings and the head.
-    matrices = (4 + 2 * config.mlp_ratio) * D**2 / t  # 12 D^2, most often
-    block = matrices + (3 + config.mlp_ratio) * D / t + 6 * D
-    rest = first * (inputs + 1 + N) * D + last * (2 * D + (D + 1) * outputs)
-    parameters = L * block + rest
 
-    # Data parallelism: ranks with the same weights, and ranks over which fully_shard cuts them.
-    replicas = layout.dp * c
-    sharded = config.data_parallel in SHARDED and replicas > 1
-    shards = (layout.shard or layout.dp) * c if sharded else 1
-    reduced = replicas > 1 and not sharded and not config.noddp  # by DistributedDataParallel
-    updated = parameters / shards / (replicas if config.data_parallel == "zero1" else 1)
-    gathered = FULL if config.gather_dtype == "none" else 2  # bytes of a gathered parameter
+def memory(s: Symbols) -> dict[str, float]:
+    """{label: bytes} as a Trace has them, and the most at once as "peak"."""
+    # ZeRO: Rajbhandari et al. 2020 (arXiv:1910.02054). Adam has two moments, Muon one.
+    own = FULL * s.parameters / s.shards  # of parameters, and of gradients
+    optimizer = FULL * (2 * s.updated - s.muon)
+    batch = s.m * (image_bytes(s) + s.rollout * state_bytes(s))
 
-    # Of the matrices of hidden layers Muon keeps one moment; a rank has so many of their numbers.
-    orthogonal = L * matrices * (config.optimizer == "Muon") * updated / parameters
+    kept = kept_activations(s)
+    buffers = buffer_bytes(s)
+    moment = largest_moment(s)
 
-    # The pipeline: stages of this rank, and micro-batches of which it keeps activations.
-    # Narayanan et al. 2021 (arXiv:2104.04473).
-    later = layout.pp - stage
-    chunks, in_flight = 1, float(min(m, later))
-    if layout.pp > 1 and config.pp_schedule == "gpipe":
-        in_flight = m
-    elif layout.pp > 1 and config.pp_schedule == "interleaved":
-        chunks, in_flight = 2, min(m, (layout.pp + 2 * later - 1) / 2)
+    # The most at once in the forward and the backward pass.
+    most = kept + moment + buffers
+    if s.uses_ddp:
+        # Gradients lie in DDP's buckets, which stay allocated.
+        most += own
+    elif not s.is_sharded:
+        # Gradients come while activations go: at the end all gradients and the activations of the first block.
+        most = max(most, block_activations(s) + own)
 
-    def block_activations():
-        """Bytes that a block keeps: Korthikanti et al. 2022 (arXiv:2205.05198); fused attention has nothing of N^2."""
-        attention = {"gather": 4 + 2 * c, "ring": 4, "all_to_all": 5}[method] if c > 1 else 4
-        norms = 2 * FULL * stream  # the residual stream is in float32
-        products = w * (2 * layer + attention * layer / t + 2 * hidden)
-        masks = 2 * stream + hidden if config.dropout else 0
-        return norms + products + masks + low * w * matrices  # autocast keeps copies of weights
+    peak = batch + most
+    if not s.config.cpu_offload:
+        # The optimizer's state stays on the device. The update has temporaries of its own.
+        peak = batch + own + optimizer + max(most, update_temporaries(s, own))
+    return {
+        "parameters": own,
+        "gradients": own,
+        "optimizer": optimizer,
+        "activations": kept,
+        "batch": batch,
+        "buffers": buffers,
+        "temporaries": moment,
+        "peak": peak,
+    }
 
-    def repeated_activations():
-        """Bytes that a block keeps which is computed again: its input; with selective also results of products."""
-        results = 2 * layer + (4 * layer + hidden) / t
-        return FULL * stream + w * results * (config.activation_checkpointing == "selective")
 
-    def memory():
-        """{label: bytes} as a Trace has them, and the most at once as "peak"."""
-        # ZeRO: Rajbhandari et al. 2020 (arXiv:1910.02054). Adam has two moments.
-        own = FULL * parameters / shards  # of parameters, and of gradients
-        optimizer = FULL * (2 * updated - orthogonal)
-        image, error = FULL * b * n * inputs, FULL * states
-        batch = m * (image + steps * error)
-        boundaries = 2 * chunks - first - last  # a buffer for each message that comes
-        buffers = FULL * stream * m * boundaries
-        if sharded:  # a block and the next one, and what is in no block
-            blocks = L if config.data_parallel == "zero2" else min(L, 2)
-            buffers += gathered * (blocks * block + rest)
+def image_bytes(s: Symbols) -> int:
+    """Bytes of the input of a micro-batch."""
+    return FULL * s.b * s.n * s.inputs
 
-        whole, repeated = block_activations(), repeated_activations()
-        kept = (L - again) * whole + again * repeated
-        kept += first * low * image / 2 + last * (FULL * stream + w * layer + error)
-        kept *= in_flight * steps
-        if steps > 1:  # all states of a forecast are joined
-            kept += steps * (error + image)
 
-        # The largest moment of the backward pass: the loss, the MLP of a block with the gradient of its residual
-        # stream, or the gradients of a block's weights, whole and on their way to their owners.
-        mlp = (FULL + low * w) * stream + w * hidden
-        moment = max(2 * error, mlp + (whole - repeated) * (again > 0))
-        if sharded:
-            moment = max(moment, 2 * FULL * block - whole)
-        if not reduced and m > 1:  # of earlier micro-batches, whole
-            moment += FULL * parameters
-        most = kept + moment + buffers
-        if not reduced and not sharded:  # gradients come while activations go
-            most = max(most, whole + own)
-        if reduced:  # in buckets, which stay allocated
-            most += own
-        peak = batch + most
-        if not config.cpu_offload:
-            updating = own if config.enable_fused else 2 * own
-            if orthogonal:  # steps of matrices; pieces that are sent and received, and whole matrices
-                updating = w * orthogonal * (5 if sharded or t > 1 else 3)
-            peak = batch + own + optimizer + max(most, updating)
-        return {
-            "parameters": own, "gradients": own, "optimizer": optimizer, "activations": kept, "batch": batch,
-            "buffers": buffers, "temporaries": moment, "peak": peak,
-        }  # fmt: skip
+def state_bytes(s: Symbols) -> int:
+    """Bytes of a forecast state of a micro-batch, which the target and the error are as large as."""
+    return FULL * s.states
 
-    def operations():
-        """Operations of a step: products, attention, and kernels that only move data, several alike."""
-        dtype, counted = AMP_DTYPES.get(config.amp_mode, torch.float32), Counter()
-        calls, repeated = passes * L, passes * again  # of a block
 
-        def product(inner, columns, calls, repeated=0):
-            """Count a product, and the two of its backward pass."""
-            moved = w * (b * n * (inner + columns) + inner * columns)
-            for phase, times in ("forward", calls), ("backward", 2 * calls + repeated):
-                counted[Operation(phase, "matmul", 2 * b * n * inner * columns, moved, dtype)] += int(times)
+def block_activations(s: Symbols) -> float:
+    """Bytes that a block keeps: Korthikanti et al. 2022 (arXiv:2205.05198); fused attention has nothing of N^2."""
+    attention = 4  # queries, keys, values and the output
+    if s.c > 1:
+        of_methods = {"gather": 4 + 2 * s.c, "ring": 4, "all_to_all": 5}
+        attention = of_methods[s.method]
+    # The inputs of two norms, then those of products: of a product after each norm, of attention, of the MLP.
+    norms = 2 * FULL * s.stream  # the residual stream is in float32
+    products = s.w * (2 * s.layer + attention * s.layer / s.t + 2 * s.hidden)
+    masks = 2 * s.stream + s.hidden if s.config.dropout else 0  # one byte for each number
+    copies = s.w * s.matrices if s.is_mixed else 0  # autocast keeps copies of weights
+    return norms + products + masks + copies
 
-        def moves(phase, moved, kernels, calls):
-            counted[Operation(phase, "pointwise", 0, moved / kernels, torch.float32)] += int(kernels * calls)
 
-        products_again = 0 if config.activation_checkpointing == "selective" else repeated
-        inside = D * config.mlp_ratio / t
-        for inner, columns in (D, 3 * D / t), (D / t, D), (D, inside), (inside, D):
-            product(inner, columns, calls, products_again)
-        flops, moved = 4 * layer * N / t, 4 * w * layer / t
-        counted[Operation("forward", ATTENTION, flops, moved, dtype)] += calls
-        counted[Operation("backward", ATTENTION, flops, moved, dtype)] += products_again
-        counted[Operation("backward", ATTENTION, 2.5 * flops, 2 * moved, dtype)] += calls  # Dao 2023, arXiv:2307.08691
+def recomputed_activations(s: Symbols) -> float:
+    """Bytes that a block keeps which is computed again: its input; with selective also the results of products."""
+    block_input = FULL * s.stream
+    if s.config.activation_checkpointing != "selective":
+        return block_input
+    results = 2 * s.layer + (4 * s.layer + s.hidden) / s.t
+    return block_input + s.w * results
 
-        # Norms, residuals, casts and biases of a block; the GELU; what an exchange of tokens copies. Backward twice.
-        moved = 56 * stream + 2 * w * hidden + low * (FULL + w) * matrices
-        moved += 8 * w * layer * (config.sequence_parallel and t > 1)
-        if c > 1:
-            exchange = {"gather": 4 * w * c, "ring": 28 * c, "all_to_all": 14 * w}
-            moved += exchange[method] * layer / t
-        kernels = 18 if low else 9
-        moves("forward", moved, kernels, calls)
-        moves("backward", moved, kernels, 2 * calls + repeated)
-        if first:
-            product(inputs, D, passes)
-        if last and states:
-            product(D, outputs, passes)
-        moves("forward", 20 * states, 5, passes)  # the loss
-        moves("backward", 20 * states, 5, passes)
-        if reduced:  # gradients into buckets
-            moves("backward", 2 * FULL * parameters, 12 * L, 1)
-        numbers, kernels = (4, 1) if config.enable_fused else (12, 7)  # of Adam, for each parameter
-        moves("update", numbers * FULL * updated, kernels, 1)
-        if orthogonal:  # five times three products of whole matrices, of which the ranks of a copy share the work
-            share = orthogonal / matrices / t
-            for long in 3 * D, D, D * config.mlp_ratio, D * config.mlp_ratio:
-                n_rows, n_columns = sorted((D, long))
-                flops = 4 * n_rows**2 * n_columns + 2 * n_rows**3
-                moved = w * (5 * n_rows * n_columns + 6 * n_rows**2)
-                counted[Operation("update", "matmul", flops / 3, moved / 3, dtype)] += round(5 * 3 * share)
-        return counted
 
-    def messages():
-        """(messages of a step, {name: ranks} of the groups in which they travel)."""
-        counted, groups = Counter(), {}
-        places = np.arange(layout.world_size).reshape(*layout.mesh_dims.values())
+def kept_activations(s: Symbols) -> float:
+    """Bytes that the stage keeps for the backward pass, of all micro-batches in flight and all steps of a forecast."""
+    kept = (s.L - s.recomputed) * block_activations(s)
+    kept += s.recomputed * recomputed_activations(s)
 
-        def add(phase, kind, group, size, calls):
-            """Count collectives in a group of utils.comm. size: bytes of the tensor that the collective is given."""
-            along = COMBINED.get(group, {group})
-            ranks = places[tuple(slice(None) if name in along else 0 for name in layout.mesh_dims)].ravel()
-            if len(ranks) > 1 and calls:
-                groups[group] = tuple(ranks.tolist())
-                counted[Message(phase, kind, group, round(bytes_sent(kind, size, len(ranks))))] += int(calls)
+    # The embedding keeps autocast's copy of its input, in two bytes a number.
+    embedding = image_bytes(s) / 2 if s.is_first and s.is_mixed else 0
+    # The head keeps the input of the last norm, its output, and the error.
+    head = FULL * s.stream + s.w * s.layer + state_bytes(s) if s.is_last else 0
+    kept += embedding + head
 
-        # Tensor parallelism: two sums of a layer in a block, forward and backward. Shoeybi et al. 2019
-        # (arXiv:1909.08053).
-        for phase, calls in ("forward", 2 * L * passes), ("backward", (2 * L + again) * passes):
-            if config.sequence_parallel:  # the same bytes in two halves
-                add(phase, "reduce_scatter", "tp", w * layer, calls)
-                add(phase, "all_gather", "tp", w * layer / t, calls)
-            else:
-                add(phase, "all_reduce", "tp", w * layer, calls)
+    kept *= s.in_flight * s.rollout
+    if s.rollout > 1:
+        # All states of a forecast are joined.
+        kept += s.rollout * (state_bytes(s) + image_bytes(s))
+    return kept
 
-        # Ranks of an image: keys and values of all of them are gathered, or pass round a ring (Liu et al. 2023,
-        # arXiv:2310.01889), or heads are exchanged for tokens (Jacobs et al. 2023, arXiv:2309.14509).
-        image, both = "cp" if layout.cp > 1 else "domain", 2 * w * layer / t
-        once, repeated = passes * L, passes * again
-        if method == "gather":
-            add("forward", "all_gather", image, both, once)
-            add("backward", "all_gather", image, both, repeated)
-            add("backward", "reduce_scatter", image, both * c, once)
-        elif method == "ring":  # backward also their gradients, in float32
-            add("forward", "all_to_all", image, both, (c - 1) * once)
-            add("backward", "all_to_all", image, both, (c - 1) * (once + repeated))
-            add("backward", "all_to_all", image, both * FULL / w, (c - 1) * once)
+
+def buffer_bytes(s: Symbols) -> float:
+    """Bytes of buffers: of the messages that a pipeline receives, and of gathered parameters."""
+    boundaries = 2 * s.chunks - s.is_first - s.is_last  # each with a buffer for each message that comes
+    buffers = FULL * s.stream * s.m * boundaries
+    if s.is_sharded:
+        # Gathered are a block and the next one, which is fetched ahead, and what is in no block.
+        blocks = min(s.L, 2)
+        if s.config.data_parallel == "zero2":
+            blocks = s.L
+        buffers += s.gathered_bytes * (blocks * s.block + s.rest)
+    return buffers
+
+
+def largest_moment(s: Symbols) -> float:
+    """Bytes of the largest moment of the backward pass, beside the activations that are kept anyway.
+
+    It is one of three: the loss; the MLP of a block with the gradient of its residual stream; the gradients of a
+    block's weights, whole and on their way to their owners.
+    """
+    loss = 2 * state_bytes(s)
+
+    bytes_of_stream = FULL + s.w if s.is_mixed else FULL
+    mlp = bytes_of_stream * s.stream + s.w * s.hidden
+    if s.recomputed:
+        # All of the block's activations are there again.
+        mlp += block_activations(s) - recomputed_activations(s)
+
+    moment = max(loss, mlp)
+    if s.is_sharded:
+        # By then the block's activations are gone.
+        weight_gradients = 2 * FULL * s.block - block_activations(s)
+        moment = max(moment, weight_gradients)
+    if not s.uses_ddp and s.m > 1:
+        # Whole gradients of earlier micro-batches.
+        moment += FULL * s.parameters
+    return moment
+
+
+def update_temporaries(s: Symbols, own: float) -> float:
+    """Bytes that the update needs for a while. own: bytes of this rank's parameters."""
+    if s.muon:
+        # The steps of matrices; over several ranks also pieces that are sent and received, and whole matrices.
+        over_ranks = s.is_sharded or s.t > 1
+        return s.w * s.muon * (5 if over_ranks else 3)
+    return own if s.config.enable_fused else 2 * own
+
+
+# Operations.
+
+
+def operations(s: Symbols) -> Counter[Operation]:
+    """Operations of a step: products, attention, and kernels that only move data, several alike."""
+    counted = Counter[Operation]()
+    _count_products_of_blocks(s, counted)
+    _count_attention(s, counted)
+    _count_other_kernels_of_blocks(s, counted)
+
+    # The embedding of the first stage; the head and the loss of the last one.
+    if s.is_first:
+        _count_product(s, counted, s.inputs, s.D, s.passes)
+    if s.is_last and s.states:
+        _count_product(s, counted, s.D, s.outputs, s.passes)
+    _count_moves(counted, "forward", 20 * s.states, 5, s.passes)
+    _count_moves(counted, "backward", 20 * s.states, 5, s.passes)
+
+    _count_update(s, counted)
+    return counted
+
+
+def _compute_dtype(s: Symbols) -> torch.dtype:
+    """The type in which matrices are multiplied."""
+    return AMP_DTYPES.get(s.config.amp_mode, torch.float32)
+
+
+def _calls_of_blocks(s: Symbols) -> tuple[int, int]:
+    """Calls of blocks in a step: (forward, computed again in the backward pass)."""
+    return s.passes * s.L, s.passes * s.recomputed
+
+
+def _products_again(s: Symbols) -> int:
+    """Calls of blocks whose products are computed again: with selective their results are kept."""
+    if s.config.activation_checkpointing == "selective":
+        return 0
+    return _calls_of_blocks(s)[1]
+
+
+def _count_product(
+    s: Symbols,
+    counted: Counter[Operation],
+    inner: float,
+    columns: float,
+    calls: int,
+    again: int = 0,
+) -> None:
+    """Count a product of all tokens, (b n, inner) x (inner, columns), and the two of its backward pass.
+
+    again: calls that the backward pass repeats.
+    """
+    tokens = s.b * s.n
+    flops = 2 * tokens * inner * columns
+    moved = s.w * (tokens * (inner + columns) + inner * columns)
+    dtype = _compute_dtype(s)
+    counted[Operation("forward", "matmul", flops, moved, dtype)] += calls
+    counted[Operation("backward", "matmul", flops, moved, dtype)] += 2 * calls + again
+
+
+def _count_moves(
+    counted: Counter[Operation],
+    phase: str,
+    moved: float,
+    kernels: int,
+    calls: int,
+) -> None:
+    """Count kernels that together move so many bytes, as so many of the same size."""
+    operation = Operation(phase, "pointwise", 0, moved / kernels, torch.float32)
+    counted[operation] += kernels * calls
+
+
+def _count_products_of_blocks(s: Symbols, counted: Counter[Operation]) -> None:
+    """Queries, keys and values in one product, the output of attention, and the two layers of the MLP."""
+    calls, _ = _calls_of_blocks(s)
+    inside = s.D * s.config.mlp_ratio / s.t  # features of a rank inside the MLP
+    layers = [
+        (s.D, 3 * s.D / s.t),  # queries, keys and values
+        (s.D / s.t, s.D),  # the output of attention
+        (s.D, inside),  # into the MLP
+        (inside, s.D),  # out of it
+    ]
+    for inner, columns in layers:
+        _count_product(s, counted, inner, columns, calls, _products_again(s))
+
+
+def _count_attention(s: Symbols, counted: Counter[Operation]) -> None:
+    """Two products of every token of the rank with every token of the image, for the rank's heads."""
+    calls, _ = _calls_of_blocks(s)
+    dtype = _compute_dtype(s)
+    flops = 4 * s.layer * s.N / s.t
+    moved = 4 * s.w * s.layer / s.t  # queries, keys, values and the output
+    counted[Operation("forward", ATTENTION, flops, moved, dtype)] += calls
+    counted[Operation("backward", ATTENTION, flops, moved, dtype)] += _products_again(s)
+    # The backward pass computes the scores again: five products in place of two. Dao 2023 (arXiv:2307.08691).
+    counted[Operation("backward", ATTENTION, 2.5 * flops, 2 * moved, dtype)] += calls
+
+
+def _count_other_kernels_of_blocks(s: Symbols, counted: Counter[Operation]) -> None:
+    """Norms, residuals, casts and biases of a block; the GELU; what an exchange of tokens copies. Backward twice."""
+    moved = 56 * s.stream + 2 * s.w * s.hidden
+    if s.is_mixed:
+        moved += (FULL + s.w) * s.matrices  # weights are read in float32 and written in low precision
+    if s.config.sequence_parallel and s.t > 1:
+        moved += 8 * s.w * s.layer
+    if s.c > 1:
+        # Bytes of copies for each number of a layer.
+        exchange = {
+            "gather": 4 * s.w * s.c,
+            "ring": 28 * s.c,
+            "all_to_all": 14 * s.w,
+        }
+        moved += exchange[s.method] * s.layer / s.t
+    kernels = 18 if s.is_mixed else 9
+
+    calls, again = _calls_of_blocks(s)
+    _count_moves(counted, "forward", moved, kernels, calls)
+    _count_moves(counted, "backward", moved, kernels, 2 * calls + again)
+
+
+def _count_update(s: Symbols, counted: Counter[Operation]) -> None:
+    """Gradients on their way into the buckets of DDP, and the optimizer."""
+    if s.uses_ddp:
+        _count_moves(counted, "backward", 2 * FULL * s.parameters, 12 * s.L, 1)
+
+    # Adam reads and writes so many numbers for each parameter. A fused kernel does all of it in one pass.
+    numbers, kernels = 12, 7
+    if s.config.enable_fused:
+        numbers, kernels = 4, 1
+    _count_moves(counted, "update", numbers * FULL * s.updated, kernels, 1)
+
+    if s.muon:
+        _count_orthogonalization(s, counted)
+
+
+def _count_orthogonalization(s: Symbols, counted: Counter[Operation]) -> None:
+    """Muon: five times three products of each whole matrix, which the ranks of a copy share out."""
+    blocks = s.muon / s.matrices / s.t  # whose matrices this rank takes
+    inside = s.D * s.config.mlp_ratio  # features inside the MLP
+    widths = [3 * s.D, s.D, inside, inside]
+    for width in widths:
+        # The products are with the transposed matrix, so the shorter side counts most.
+        rows, columns = sorted((s.D, width))
+        flops = 4 * rows**2 * columns + 2 * rows**3
+        moved = s.w * (5 * rows * columns + 6 * rows**2)
+        product = Operation("update", "matmul", flops / 3, moved / 3, _compute_dtype(s))
+        counted[product] += round(5 * 3 * blocks)
+
+
+# Messages.
+
+
+@dataclass
+class Messages:
+    """Messages of a step of a layout. groups: {name: ranks} of the groups in which they travel."""
+
+    layout: Layout
+    counted: Counter[Message] = field(default_factory=Counter)
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def add(
+        self,
+        phase: str,
+        kind: str,
+        group: str,
+        size: float,
+        calls: float,
+    ) -> None:
+        """Count collectives in a group of utils.comm. size: bytes of the tensor that the collective is given."""
+        if not calls:
+            return
+        ranks = self.ranks_of(group)
+        if len(ranks) > 1:
+            self.groups[group] = ranks
+            sent = round(bytes_sent(kind, size, len(ranks)))
+            self.counted[Message(phase, kind, group, sent)] += int(calls)
+
+    def ranks_of(self, group: str) -> tuple[int, ...]:
+        """Ranks of the group that rank 0 is in: those that differ from it in the group's dimensions alone."""
+        dimensions = COMBINED.get(group, {group})
+        places = np.arange(self.layout.world_size).reshape(*self.layout.mesh_dims.values())
+        index = tuple(slice(None) if name in dimensions else 0 for name in self.layout.mesh_dims)
+        return tuple(places[index].ravel().tolist())
+
+
+def messages(s: Symbols) -> Messages:
+    """Messages of a step, dimension by dimension of the mesh."""
+    sent = Messages(s.layout)
+    _add_tensor_parallel(s, sent)
+    _add_exchange_of_tokens(s, sent)
+    _add_pipeline(s, sent)
+    _add_gradients(s, sent)
+    _add_orthogonalization(s, sent)
+    if s.is_sharded:
+        _add_sharded_parameters(s, sent)
+    return sent
+
+
+def _add_tensor_parallel(s: Symbols, sent: Messages) -> None:
+    """Two sums of a layer in a block, forward and backward: Shoeybi et al. 2019 (arXiv:1909.08053)."""
+    sums_forward = 2 * s.L * s.passes
+    sums_backward = (2 * s.L + s.recomputed) * s.passes
+    for phase, calls in ("forward", sums_forward), ("backward", sums_backward):
+        if s.config.sequence_parallel:
+            # The same bytes in two halves.
+            sent.add(phase, "reduce_scatter", "tp", s.w * s.layer, calls)
+            sent.add(phase, "all_gather", "tp", s.w * s.layer / s.t, calls)
         else:
-            add("forward", "all_to_all", image, both * (c - 1) / c, 2 * once)
-            add("backward", "all_to_all", image, both * (c - 1) / c, 2 * (once + repeated))
+            sent.add(phase, "all_reduce", "tp", s.w * s.layer, calls)
 
-        # Pipeline: the residual stream at each boundary of stages.
-        add("forward", "send", "pp", FULL * stream, m * (chunks - last))
-        add("backward", "send", "pp", FULL * stream, m * (chunks - first))
 
-        # Data parallelism: gradients once a step, and sharded parameters as often as blocks compute.
-        size, group = FULL * parameters, "dp_image" if c > 1 else "dp"
-        if reduced:
-            buckets = math.ceil(size / (config.bucket_cap_mb * 2**20))
-            width = 0.5 if config.gradient_compression == "bf16" else 1
-            add("backward", "all_reduce", group, width * size / buckets, buckets)
-        if config.data_parallel == "zero1":
-            add("update", "broadcast", group, FULL * updated, replicas)
-        if orthogonal and sharded:  # pieces of matrices to their owners, and back
-            inside = group.replace("dp", "dp_shard") if config.data_parallel == "hsdp" else group
-            add("update", "all_to_all", inside, w * orthogonal * (shards - 1) / shards, 2)
-        add("update", "all_to_all", "tp", w * orthogonal * (t - 1) / t, 2 * (orthogonal > 0))
-        if sharded:
-            hybrid, units = config.data_parallel == "hsdp", L + 1
-            group = group.replace("dp", "dp_shard") if hybrid else group
-            forward = backward = passes
-            if layout.pp > 1:  # what a backward pass has gathered serves the next pass
-                forward, backward = in_flight, 1 if config.pp_schedule == "gpipe" else m
-            if config.data_parallel == "zero2":  # kept between the passes
-                forward, backward = 1 if layout.pp > 1 else passes, 0
-            own = parameters / shards / units
-            add("forward", "all_gather", group, gathered * own, units * forward)
-            add("backward", "all_gather", group, gathered * own, units * backward)
-            add("backward", "reduce_scatter", group, size / units, units)
-            if hybrid:
-                add("backward", "all_reduce", "dp_replicate", FULL * own, units)
-        return counted, groups
+def _add_exchange_of_tokens(s: Symbols, sent: Messages) -> None:
+    """Ranks of an image: each token attends to those of the other ranks.
 
-    held = memory()
-    return Trace(held, held, operations(), *messages())
+    Keys and values of all ranks are gathered, or pass round a ring (Liu et al. 2023, arXiv:2310.01889), or heads are
+    exchanged for tokens (Jacobs et al. 2023, arXiv:2309.14509).
+    """
+    group = "cp" if s.layout.cp > 1 else "domain"
+    both = 2 * s.w * s.layer / s.t  # bytes of this rank's keys and values
+    once, again = _calls_of_blocks(s)
+    if s.method == "gather":
+        sent.add("forward", "all_gather", group, both, once)
+        sent.add("backward", "all_gather", group, both, again)
+        sent.add("backward", "reduce_scatter", group, both * s.c, once)
+    elif s.method == "ring":
+        rounds = s.c - 1
+        sent.add("forward", "all_to_all", group, both, rounds * once)
+        sent.add("backward", "all_to_all", group, both, rounds * (once + again))
+        # The gradients of keys and values pass round as well, in float32.
+        sent.add("backward", "all_to_all", group, both * FULL / s.w, rounds * once)
+    else:
+        leaves = both * (s.c - 1) / s.c  # a rank keeps its own share
+        sent.add("forward", "all_to_all", group, leaves, 2 * once)
+        sent.add("backward", "all_to_all", group, leaves, 2 * (once + again))
+
+
+def _add_pipeline(s: Symbols, sent: Messages) -> None:
+    """The residual stream at each boundary of stages: the last stage has no next one, the first none before it."""
+    sent.add("forward", "send", "pp", FULL * s.stream, s.m * (s.chunks - s.is_last))
+    sent.add("backward", "send", "pp", FULL * s.stream, s.m * (s.chunks - s.is_first))
+
+
+def _replica_group(s: Symbols) -> str:
+    """Name of the group of all ranks with the same weights."""
+    return "dp_image" if s.c > 1 else "dp"
+
+
+def _shard_group(s: Symbols) -> str:
+    """Name of the group over which fully_shard cuts parameters: of hsdp a part of the replicas."""
+    group = _replica_group(s)
+    if s.config.data_parallel == "hsdp":
+        return group.replace("dp", "dp_shard")
+    return group
+
+
+def _add_gradients(s: Symbols, sent: Messages) -> None:
+    """Gradients of whole parameters, once a step; of zero1 also the updated parameters."""
+    if s.uses_ddp:
+        size = FULL * s.parameters
+        buckets = math.ceil(size / (s.config.bucket_cap_mb * 2**20))
+        compression = 0.5 if s.config.gradient_compression == "bf16" else 1
+        sent.add("backward", "all_reduce", _replica_group(s), compression * size / buckets, buckets)
+    if s.config.data_parallel == "zero1":
+        sent.add("update", "broadcast", _replica_group(s), FULL * s.updated, s.replicas)
+
+
+def _add_orthogonalization(s: Symbols, sent: Messages) -> None:
+    """Muon: pieces of matrices to the ranks that orthogonalize them, and back."""
+    if not s.muon:
+        return
+    size = s.w * s.muon
+    if s.is_sharded:
+        sent.add("update", "all_to_all", _shard_group(s), size * (s.shards - 1) / s.shards, 2)
+    sent.add("update", "all_to_all", "tp", size * (s.t - 1) / s.t, 2)
+
+
+def _add_sharded_parameters(s: Symbols, sent: Messages) -> None:
+    """Parameters are gathered as often as blocks compute; gradients are reduced to their owners once a step."""
+    # Passes for which parameters are gathered.
+    forward: float = s.passes
+    backward = s.passes
+    if s.layout.pp > 1:
+        # What a backward pass has gathered serves the next forward pass.
+        forward = s.in_flight
+        backward = 1 if s.config.pp_schedule == "gpipe" else s.m
+    if s.config.data_parallel == "zero2":
+        # Parameters stay gathered between the passes.
+        forward = 1 if s.layout.pp > 1 else s.passes
+        backward = 0
+
+    group = _shard_group(s)
+    units = s.L + 1  # the blocks, and what is in no block
+    own = s.parameters / s.shards / units  # numbers of this rank in a unit
+    sent.add("forward", "all_gather", group, s.gathered_bytes * own, units * forward)
+    sent.add("backward", "all_gather", group, s.gathered_bytes * own, units * backward)
+    sent.add("backward", "reduce_scatter", group, FULL * s.parameters / units, units)
+    if s.config.data_parallel == "hsdp":
+        # Copies of the model add up their shares.
+        sent.add("backward", "all_reduce", "dp_replicate", FULL * own, units)

@@ -66,7 +66,12 @@ class Trace(NamedTuple):
     groups: dict[str, tuple[int, ...]]
 
 
-def trace_step(config: Config, layout: Layout, device_type: str = "cuda", inference: bool = False) -> list[Trace]:
+def trace_step(
+    config: Config,
+    layout: Layout,
+    device_type: str = "cuda",
+    inference: bool = False,
+) -> list[Trace]:
     """Traces of the ranks that may hold or do most: the ends of a pipeline, else rank 0.
 
     config: of this layout. device_type: whose kernels and mixed precision are traced. inference: of a forward pass
@@ -85,22 +90,47 @@ def is_exact(config: Config) -> bool:
 
 
 def _deep(config, layout, rank, device_type, inference):
-    stages = layout.pp * (2 if layout.pp > 1 and config.pp_schedule == "interleaved" else 1)
-    unit = stages * (config.checkpointing_interval if config.activation_checkpointing != "none" else 1)
-    blocks, left = divmod(config.depth, unit)
+    """The Trace of a model of any depth: of a deep one extrapolated from two shallow ones."""
+    # The unit by which depth grows: a block, or an interval of checkpointing, in each stage.
+    unit = layout.pp
+    if layout.pp > 1 and config.pp_schedule == "interleaved":
+        unit *= 2
+    if config.activation_checkpointing != "none":
+        unit *= config.checkpointing_interval
+    units, left = divmod(config.depth, unit)
+
+    # What is traced in full.
     most = MOST
-    if layout.dp * layout.cp * math.prod(layout.domain) > 1 and not config.noddp:
-        most = {"ddp": MOST_OF_DDP, "zero1": blocks}.get(config.data_parallel, MOST)  # zero1 shares whole parameters
-    if config.optimizer == "Muon":  # ranks share whole matrices
-        most = blocks
-    if left or blocks <= most:
+    replicas = layout.dp * layout.cp * math.prod(layout.domain)
+    if replicas > 1 and not config.noddp:
+        # zero1 shares out whole parameters.
+        most = {"ddp": MOST_OF_DDP, "zero1": units}.get(config.data_parallel, MOST)
+    if config.optimizer == "Muon":
+        # Ranks share out whole matrices.
+        most = units
+    if left or units <= most:
         return _trace(config, layout, rank, device_type, inference)
-    few, more = (
-        _trace(config.model_copy(update={"depth": n * unit}), layout, rank, device_type, inference) for n in (2, 3)
+
+    two, three = (config.model_copy(update={"depth": n * unit}) for n in (2, 3))
+    few = _trace(two, layout, rank, device_type, inference)
+    more = _trace(three, layout, rank, device_type, inference)
+    times = units - 2
+    return Trace(
+        Counter(_extrapolated(few.memory, more.memory, times)),
+        Counter(_extrapolated(few.held, more.held, times)),
+        Counter(_extrapolated(few.operations, more.operations, times)),
+        Counter(_extrapolated(few.messages, more.messages, times)),
+        more.groups,
     )
-    times = blocks - 2
-    counts = [{key: a[key] + (b[key] - a[key]) * times for key in a | b} for a, b in zip(few[:-1], more, strict=False)]
-    return Trace(*map(Counter, counts), more.groups)
+
+
+def _extrapolated(few, more, times):
+    """Counts of a deeper model: each grows by the same number with every unit. few, more: Counters."""
+    counts = {}
+    for key in few | more:
+        growth = more[key] - few[key]
+        counts[key] = few[key] + growth * times
+    return counts
 
 
 def _trace(config, layout, rank, device_type, inference):
@@ -117,8 +147,11 @@ def _trace(config, layout, rank, device_type, inference):
         if autocast:  # one context of all stages: copies of parameters in low precision are made once
             stack.enter_context(autocast.ahead_of_collectives())
             stack.enter_context(patch.object(TrainingStep, "autocast", lambda _: autocast))
+
+        # The model, split as in a run.
         model = build_model(config)
-        for block in getattr(model, "blocks", [model]) if autocast else ():
+        blocks = getattr(model, "blocks", [model]) if autocast else ()
+        for block in blocks:
             if isinstance(getattr(block, "attn", None), Attention):
                 block.attn.dropout = 0.0  # in the fused kernels of a GPU it keeps nothing
             transform_forward(block, autocast)
@@ -127,8 +160,11 @@ def _trace(config, layout, rank, device_type, inference):
             model.forward = autocast(model.forward)
         apply_speed_options(config, device, model)
         task = build_task(config)  # out here: it tries the model on the meta device
+
+        # The step, on fake tensors.
         with fake, torch.random.fork_rng(), pipeline_shapes(config, layout):
-            parallel = data_parallel(model, config.options(DataParallelOptions), device, [], task.usage, split)
+            options = config.options(DataParallelOptions)
+            parallel = data_parallel(model, options, device, [], task.usage, split)
             optimizer = build_optimizer(config, parallel, device)
             for group in optimizer.param_groups:
                 if device_type != "cpu" and not group["muon"]:
@@ -142,64 +178,109 @@ def _trace(config, layout, rank, device_type, inference):
             return measured(step, x, y)
 
 
-def measured(step: TrainingStep, x: Tensor, y: Tensor, curve: list[tuple[str, int]] | None = None) -> Trace:
+def measured(
+    step: TrainingStep,
+    x: Tensor,
+    y: Tensor,
+    curve: list[tuple[str, int]] | None = None,
+) -> Trace:
     """The Trace of one more step of a TrainingStep that has made one; of a real step too.
 
     curve: a list that is filled with Tracker.curve.
     """
-    parallel, optimizer = step.parallel, getattr(step.optimizer, "optim", step.optimizer)  # of ZeroRedundancyOptimizer
-    own = [p for group in step.optimizer.param_groups for p in group["params"]]
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    weights = [*parallel.model.parameters(), *parallel.model.buffers()]
-    stages = parallel.pipeline.stages if parallel.pipeline else []
-    called: list[nn.Module] = [stage.submod for stage in stages] or [parallel.module]
-    buckets = [bucket["flat"] for module in called if isinstance(module, Replica) for bucket in module.buckets]
-    received = receive_buffers(stages)
-    tracker = Tracker([*weights, *states, *buckets, *received, x, y])
-    tracker.label("parameters", weights)
-    tracker.label("gradients", buckets)
-    tracker.label("batch", [x, y])
-    tracker.label("buffers", received)
-    held = Counter({"optimizer": tracker.nbytes(tracker.label("optimizer", states))})
-
-    def note(name, numbers):
-        held[name] = max(held[name], tracker.nbytes(numbers))
-
-    def parameters():
-        return tracker.note([*own, *parallel.model.parameters()])
-
-    def changes(before, phase):
-        if before == "forward":
-            note("parameters", parameters())
-            note("parameters at most", parameters())
-            note("activations", tracker.saved)
-        if phase == "update":
-            note("gradients", tracker.label("gradients", [p.grad for p in own]))
-
-    def gathered(unit, *_):
-        tracker.label("buffers", unit.parameters())
-        note("parameters at most", parameters())
-
-    def saved(tensor):
-        # Weights and tables that the backward pass reads are held anyway.
-        kept_anyway = [*parallel.model.parameters(), *parallel.model.buffers()]
-        if storage_id(tensor) not in set(map(storage_id, kept_anyway)):
-            tracker.save([tensor])
-        return tensor
-
-    with phases_of(step, tracker, changes), ExitStack() as stack:
-        for unit in [unit for module in called for unit in module.modules() if isinstance(unit, FSDPModule)]:
+    observer = _StepObserver(step, x, y)
+    tracker = observer.tracker
+    with phases_of(step, tracker, observer.change_phase), ExitStack() as stack:
+        for unit in observer.fsdp_units():
             # First in line, so before the unit is resharded.
-            stack.callback(unit.register_forward_hook(gathered, prepend=True).remove)
-        stack.enter_context(warnings.catch_warnings())  # torch says that selective checkpointing passes the hooks by
+            hook = unit.register_forward_hook(observer.gathered, prepend=True)
+            stack.callback(hook.remove)
+        # Torch says that selective checkpointing passes the hooks by.
+        stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "A saved_tensors_hooks context", FutureWarning)
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor))
+        hooks = torch.autograd.graph.saved_tensors_hooks(observer.saved, lambda tensor: tensor)
+        stack.enter_context(hooks)
         stack.enter_context(tracker)
         step(0, x, y)
     if curve is not None:
         curve += tracker.curve()
+    in_host_memory = STATES if step.config.cpu_offload else ()
     messages, groups = _named_messages(tracker)
-    return Trace(tracker.memory(step.config.cpu_offload * STATES), held, tracker.operations, messages, groups)
+    return Trace(tracker.memory(in_host_memory), observer.held, tracker.operations, messages, groups)
+
+
+class _StepObserver:
+    """Labels the memory of a training step for a Tracker, and notes what is held at some moments, see Trace."""
+
+    def __init__(self, step: TrainingStep, x: Tensor, y: Tensor):
+        self.model = step.parallel.model
+        self.own = [p for group in step.optimizer.param_groups for p in group["params"]]  # this rank's parameters
+        stages = step.parallel.pipeline.stages if step.parallel.pipeline else []
+        self.called: list[nn.Module] = [stage.submod for stage in stages]
+        if not stages:
+            self.called = [step.parallel.module]
+
+        # Memory that exists before the step.
+        weights = [*self.model.parameters(), *self.model.buffers()]
+        states = self._optimizer_states(step)
+        buckets = self._ddp_buckets()
+        received = receive_buffers(stages)
+        self.tracker = Tracker([*weights, *states, *buckets, *received, x, y])
+        self.tracker.label("parameters", weights)
+        self.tracker.label("gradients", buckets)
+        self.tracker.label("batch", [x, y])
+        self.tracker.label("buffers", received)
+        numbers = self.tracker.label("optimizer", states)
+        self.held = Counter({"optimizer": self.tracker.nbytes(numbers)})
+
+    def _optimizer_states(self, step):
+        """Values of the optimizer's state."""
+        optimizer = getattr(step.optimizer, "optim", step.optimizer)  # the one inside a ZeroRedundancyOptimizer
+        values = []
+        for state in optimizer.state.values():
+            values += state.values()
+        return values
+
+    def _ddp_buckets(self):
+        """The tensors of the buckets of DDP."""
+        flat = []
+        for module in self.called:
+            if isinstance(module, Replica):
+                flat += [bucket["flat"] for bucket in module.buckets]
+        return flat
+
+    def fsdp_units(self) -> list[nn.Module]:
+        """Modules whose parameters fully_shard gathers together."""
+        return [unit for module in self.called for unit in module.modules() if isinstance(unit, FSDPModule)]
+
+    def _note(self, name, numbers):
+        """Hold the most bytes so far of these storages under a name."""
+        self.held[name] = max(self.held[name], self.tracker.nbytes(numbers))
+
+    def _parameters(self):
+        return self.tracker.note([*self.own, *self.model.parameters()])
+
+    def change_phase(self, before: str, phase: str) -> None:
+        """Called when a phase of the step ends and another begins."""
+        if before == "forward":
+            self._note("parameters", self._parameters())
+            self._note("parameters at most", self._parameters())
+            self._note("activations", self.tracker.saved)
+        if phase == "update":
+            gradients = [p.grad for p in self.own]
+            self._note("gradients", self.tracker.label("gradients", gradients))
+
+    def gathered(self, unit: nn.Module, *_: object) -> None:
+        """Called after the forward pass of a unit of fully_shard, while its parameters are whole."""
+        self.tracker.label("buffers", unit.parameters())
+        self._note("parameters at most", self._parameters())
+
+    def saved(self, tensor: Tensor) -> Tensor:
+        """Called with each tensor that autograd saves. Weights and tables that the backward pass reads stay anyway."""
+        kept_anyway = [*self.model.parameters(), *self.model.buffers()]
+        if storage_id(tensor) not in set(map(storage_id, kept_anyway)):
+            self.tracker.save([tensor])
+        return tensor
 
 
 def measured_inference(step: TrainingStep, x: Tensor) -> Trace:
@@ -230,7 +311,8 @@ def measured_inference(step: TrainingStep, x: Tensor) -> Trace:
 
 def _named_messages(tracker):
     """(messages with groups by name, {name: ranks of the group}) of what a tracker has seen."""
-    dimensions, messages = _dimensions(), Counter[Message]()
+    dimensions = _dimensions()
+    messages = Counter[Message]()
     for message, calls in tracker.messages.items():
         messages[message._replace(group=dimensions[message.group])] += calls
     groups = {dimensions[message.group]: message.group for message in tracker.messages}
@@ -242,6 +324,8 @@ def _dimensions():
     names = {}
     if dist.is_initialized():
         for dimension in GROUPS:
-            names.setdefault(tuple(dist.get_process_group_ranks(comm.get_group(dimension))), dimension)
-        names.setdefault(tuple(range(dist.get_world_size())), "world")
+            ranks = dist.get_process_group_ranks(comm.get_group(dimension))
+            names.setdefault(tuple(ranks), dimension)
+        everyone = tuple(range(dist.get_world_size()))
+        names.setdefault(everyone, "world")
     return names

@@ -36,10 +36,15 @@ def build_cases(times: bool = False) -> list[Case]:
     """The cases of config/verify.yaml, with a small model. times: those for times as well."""
     cases = []
     for group in read_mappings(LAYOUTS, "groups of layouts").values():
-        for text in group["layouts"] if times or not group.get("time") else ():
-            words = [f"--config={group['config']}", *SMALL, *text.split()]
-            name = f"{group['config']} {text.replace('--', '')}{' (1 rank)' * (group['ranks'] == 1)}"
-            cases.append(build_case(name, group["script"], words, group["ranks"]))
+        if group.get("time") and not times:
+            continue
+        config, script, ranks = group["config"], group["script"], group["ranks"]
+        for text in group["layouts"]:
+            words = [f"--config={config}", *SMALL, *text.split()]
+            name = f"{config} {text.replace('--', '')}"
+            if ranks == 1:
+                name += " (1 rank)"
+            cases.append(build_case(name, script, words, ranks))
     return cases
 
 
@@ -53,13 +58,20 @@ def verify(cases: Sequence[Case]) -> int:
         real = [teams.call(case.ranks, real_trace, case) for case in cases]
     rows: list[dict[str, Any]] = []
     for case, found in zip(cases, real, strict=True):
-        traces, messages = trace_step(case.config, case.layout, "cpu"), found[0].messages
-        total = sum(message.sent * calls for message, calls in messages.items()) / MIB
-        planned, kept = (each[0].held["activations"] / MIB for each in (traces, found))
-        rows.append({
-            "name": case.name, "planned": planned, "measured": kept, "ratio": kept / planned,
-            "sent": f"{total:.2f} MiB in {messages.total()}", "counts": differ(found, traces),
-        })  # fmt: skip
+        traces = trace_step(case.config, case.layout, "cpu")
+        messages = found[0].messages
+        sent = sum(message.sent * calls for message, calls in messages.items()) / MIB
+        planned = traces[0].held["activations"] / MIB
+        kept = found[0].held["activations"] / MIB
+        row = {
+            "name": case.name,
+            "planned": planned,
+            "measured": kept,
+            "ratio": kept / planned,
+            "sent": f"{sent:.2f} MiB in {messages.total()}",
+            "counts": differ(found, traces),
+        }
+        rows.append(row)
     print(format_tables("verify", rows))
     return sum(row["counts"] != "equal" for row in rows)
 
@@ -67,15 +79,21 @@ def verify(cases: Sequence[Case]) -> int:
 def differ(found: Sequence[Trace], traces: Sequence[Trace]) -> str:
     """Name the differences between a run and its plan, or 'equal'. found: traces of each rank."""
     problems = []
-    for real, plan in zip(map(counts, found), map(counts, traces), strict=False):
-        problems += [f"{real[key]} {key} planned as {plan[key]}" for key in real | plan if real[key] != plan[key]]
+    # A plan has the traces of some ranks, a run those of all.
+    for real_trace_of_rank, trace in zip(found, traces, strict=False):
+        real, plan = counts(real_trace_of_rank), counts(trace)
+        for key in real | plan:
+            if real[key] != plan[key]:
+                problems.append(f"{real[key]} {key} planned as {plan[key]}")
     return "; ".join(problems) or "equal"
 
 
 def counts(trace: Trace) -> Counter[Any]:
     """The part of a Trace that must be the same in a real run and in a plan: messages, bytes HELD, FLOP."""
+    numbers = Counter[Any]({name: int(trace.held[name]) for name in HELD})
     flops: Any = sum(operation.flops * calls for operation, calls in trace.operations.items())
-    return trace.messages + Counter({name: int(trace.held[name]) for name in HELD} | {"FLOP": flops})
+    numbers["FLOP"] = flops
+    return trace.messages + numbers
 
 
 def real_trace(rank: Process, case: Case) -> Trace:
@@ -90,29 +108,38 @@ def validate(rounds: int = ROUNDS) -> int:
     In each round the machine is measured, and each layout makes a few steps. The median counts, of measurements and of
     steps: what the machine does besides is then in both. A sum of the fastest would be faster than any step.
     """
-    cases, seconds = build_cases(times=True), defaultdict[str, list[float]](list)
+    cases = build_cases(times=True)
     differing = verify(cases)
+    seconds = defaultdict[str, list[float]](list)  # of the slowest rank, by name of the case
     with Teams(cases[0].config) as teams:
 
-        def turns(cases):
-            for case in [case for case in cases for _ in range(STEPS)]:
-                seconds[case.name].append(max(teams.call(case.ranks, seconds_of, case)))
+        def take_turns(cases):
+            for case in cases:
+                for _ in range(STEPS):
+                    of_ranks = teams.call(case.ranks, seconds_of, case)
+                    seconds[case.name].append(max(of_ranks))
 
+        # The machine and the layouts, in turns.
         figures: list[calibrate.Figures] = []
         for _ in range(rounds):
             own, traces = teams.call(RANKS, calibrate.measure, [range(RANKS)])[0]
             figures.append(own)
-            turns(cases)
+            take_turns(cases)
+
+        # The layouts that the search would choose on such a machine.
         cpu = torch.device("cpu")
         entry = calibrate.entry(calibrate.usual(figures), traces, cpu, RANKS)
         gpu = gpu_of("here", entry | calibrate.memory_sizes(cpu, RANKS))
         plans = best_layouts(Request(SEARCHED, gpu), RANKS, 20)
         ranked = [Case(layout_words(plan), plan.config, plan.layout) for plan in plans]
         for _ in range(2 * rounds):
-            turns(ranked)
+            take_turns(ranked)
 
+    # How far plans are off.
     measured = {name: statistics.median(own) * 1e3 for name, own in seconds.items()}
-    planned = {case.name: plan_layout(case.config, case.layout, gpu).time.seconds * 1e3 for case in cases}
+    planned = {}
+    for case in cases:
+        planned[case.name] = plan_layout(case.config, case.layout, gpu).time.seconds * 1e3
     print(f"\n{beside('ms a step', planned, measured)}")
     errors = {name: abs(planned[name] / measured[name] - 1) for name in planned}
     worst = max(errors, key=lambda name: errors[name])
@@ -120,9 +147,14 @@ def validate(rounds: int = ROUNDS) -> int:
         f"\n{len(cases)} layouts, {differing} differ in counts (messages, bytes sent and held, FLOP).\n"
         f"Time: median error {statistics.median(errors.values()):.1%}, worst {errors[worst]:.1%} ({worst}).\n"
     )
-    planned = {case.name: plan.time.seconds * 1e3 for plan, case in zip(plans, ranked, strict=True)}
+
+    # What following the search costs.
+    planned = {}
+    for plan, case in zip(plans, ranked, strict=True):
+        planned[case.name] = plan.time.seconds * 1e3
     print(beside("ms a step of mp_quick, as the search ranks it", planned, measured))
-    first, best = next(iter(planned)), min(planned, key=lambda name: measured[name])
+    first = next(iter(planned))
+    best = min(planned, key=lambda name: measured[name])
     print(f"\nThe first takes {measured[first] / measured[best]:.2f} times as long as the best measured, {best}.")
     return differing > 0
 

@@ -63,7 +63,11 @@ def run_checks(options: argparse.Namespace, ranks: Rendezvous) -> Results:
         yield result
 
 
-def attempt(check: Callable[..., Results], options: argparse.Namespace, ranks: Rendezvous) -> list[CheckResult]:
+def attempt(
+    check: Callable[..., Results],
+    options: argparse.Namespace,
+    ranks: Rendezvous,
+) -> list[CheckResult]:
     """The results of a check on this rank. An exception or a timeout becomes a FAIL."""
     results: list[CheckResult] = []
     try:

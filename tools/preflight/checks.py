@@ -197,9 +197,13 @@ def network(options: Namespace, ranks: Rendezvous) -> Results:
     patience = datetime.timedelta(seconds=ranks.patience * (1 if backend == "gloo" else 100))
     store = ranks.store.clone()  # type: ignore[union-attr]  # not in torch's stubs
     dist.init_process_group(
-        backend, store=dist.PrefixStore("group", store), rank=ranks.rank, world_size=ranks.size, timeout=patience,
+        backend,
+        store=dist.PrefixStore("group", store),
+        rank=ranks.rank,
+        world_size=ranks.size,
+        timeout=patience,
         device_id=None if backend == "gloo" else device,
-    )  # fmt: skip
+    )
     dist.all_reduce(torch.ones(1, device=device))
     yield CheckResult("ok", "process group", f"{backend}, {ranks.size} ranks")
     yield from collectives(device)

@@ -78,7 +78,12 @@ class Rendezvous:
             ) from None
         self.nodes = self.exchange(ARRIVAL, self.node)
 
-    def exchange(self, key: str, value: Any, patience: float | None = None) -> list[Any]:
+    def exchange(
+        self,
+        key: str,
+        value: Any,
+        patience: float | None = None,
+    ) -> list[Any]:
         """The values of all ranks, in rank order. Each key can be used once. Raises Absent."""
         if self.store is None:
             return [value]
@@ -148,7 +153,10 @@ class CheckResult(NamedTuple):
         return f"{self.level:<5} {self.what:<14} {self.found}{advice}"
 
 
-def merge(answers: Iterable[list[list[str]]], ranks: Rendezvous) -> list[CheckResult]:
+def merge(
+    answers: Iterable[list[list[str]]],
+    ranks: Rendezvous,
+) -> list[CheckResult]:
     """Join the results of all ranks, in rank order; a result that only some ranks have names them."""
     ranks_of: dict[CheckResult, list[int]] = {}
     for rank, results in enumerate(answers):
