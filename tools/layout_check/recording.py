@@ -254,9 +254,9 @@ def recorded(step: TrainingStep, found: Record, drawing: set[str]) -> Iterator[N
             if parameter.grad is not None:
                 found[stage, name] = of_parameter(step, name, parameter.grad)
 
-    def recorded_update():
+    def recorded_update(log_norm):
         gradients(GRADIENT)
-        return update()
+        return update(log_norm)
 
     hooks = [step.optimizer.register_step_pre_hook(lambda *_: gradients(CLIPPED))]
     outermost: list[nn.Module] = [*step.parallel.split.stages] or [model]
