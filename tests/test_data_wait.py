@@ -18,6 +18,7 @@ from tools.planner import compare
 from training import telemetry, timing
 from training.loggers import MetricsFile
 from training.profiling import span
+from training.step import StepOutput
 from training.tasks import build_task
 from training.telemetry import Telemetry
 from training.timing import PhaseTimes
@@ -53,13 +54,13 @@ def reported(gpu, tiny_config, tmp_path, monkeypatch):
 
     def run(workers: int, read: float, graphs: bool = False) -> tuple[float, dict[str, float]]:
         config = tiny_config(num_data_workers=workers, global_batch_size=1, num_iters=STEPS)
-        step = SimpleNamespace(device=GPU, square=None, task=SimpleNamespace(facts=SimpleNamespace(flops=1.0)))
+        step = SimpleNamespace(device=GPU, task=SimpleNamespace(facts=SimpleNamespace(flops=1.0)))
         told = Telemetry(config.model_copy(update={"enable_cuda_graphs": graphs}), step)
         readings = MetricsFile(tmp_path, 0, "pretend")
         with told.times.listening():
             told.clock.start()
             for iteration, _ in enumerate(batches(config, gpu, read), 1):
-                told.add(gpu.step())
+                told.add(StepOutput(gpu.step(), None))
                 if iteration % LOG_EVERY == 0:
                     losses, reading, _ = told.read(iteration, False)
                     counts = {"iterations": len(losses), "since_start": told.clock.iterations, "ranks": 1}
@@ -117,7 +118,7 @@ def test_the_ladder_tells_the_same(gpu, tiny_config, monkeypatch):
     for name in ("peak_memory_bytes", "matmul_flops_per_sec", "empty_cache", "library"):
         monkeypatch.setattr(ladder, name, lambda *_: None)
     config = tiny_config(num_data_workers=2, global_batch_size=1)
-    step = mock.Mock(side_effect=gpu.step, config=config)
+    step = mock.Mock(side_effect=lambda *_: StepOutput(gpu.step(), None), config=config)
     rank = Process(device=GPU)
     rank.kept = {"batches": loaded(config, gpu, 0.0), "step": step, "losses": [], "times": PhaseTimes(GPU)}
     turn = ladder._turn(rank, LOG_EVERY)

@@ -94,7 +94,7 @@ REFUSED = {
     "Sparse": r"could not be saved: model.graph: is a sparse_coo tensor, and only dense ones can be written",
     "Wide": r"could not be saved: model.waves: a tensor of complex128 cannot be written and read back",
     "Unspeakable": r"the model's state '_extra_state' is a dict that no checkpoint can hold",
-    "Growing": r"buffer 'history' was \[1\] float32 before the first step and is \[2\] float32 now",
+    "Growing": r"the model's state 'history' was \[1\] float32 before the first step and is \[2\] float32 now",
 }
 
 

@@ -58,7 +58,7 @@ class NotConnectedError(UsageError):
 
 _listener: FailureListener | None = None
 _patience = datetime.timedelta(seconds=600)  # of every group
-# By name of a dimension, or of combined ones; "" is the whole mesh, and "hsdp" that of _mesh_of_hsdp.
+# By name of a dimension, or of combined ones; "" is the whole mesh, "hsdp" that of _mesh_of_hsdp where it is needed.
 _meshes: dict[str, DeviceMesh] = {}
 
 
@@ -186,7 +186,9 @@ def build_mesh(device: torch.device, layout: Layout) -> None:
             _meshes[name] = mesh[several[0]]
         else:
             _meshes[name] = flattened(mesh[tuple(d for d in dims if d in parts)], name)
-    _meshes["hsdp"] = _mesh_of_hsdp(mesh)
+    own = _mesh_of_hsdp(mesh)
+    if own is not None:
+        _meshes["hsdp"] = own
     for group in {mesh.get_group() for mesh in _meshes.values() if mesh.ndim == 1}:
         set_group_timeout(group)
 
@@ -214,20 +216,24 @@ def get_mesh(*names: str) -> DeviceMesh | None:
     """The mesh of one or more dimensions; None in a single process."""
     if not _meshes:
         return None
+    if names == ("hsdp",) and "hsdp" not in _meshes:
+        names = _hsdp_dims()
     return _meshes[names[0]] if len(names) == 1 else _meshes[""][names]
 
 
-def _mesh_of_hsdp(mesh: DeviceMesh) -> DeviceMesh:
-    """Two dimensions of the whole mesh: groups that hold copies of sharded parameters, and the ranks of a group.
+def _hsdp_dims() -> tuple[str, str]:
+    """The dimensions of hsdp's mesh: groups that hold copies of sharded parameters, and the ranks of a group."""
+    return "dp_replicate", "dp_shard" if get_size("image") == 1 else "dp_shard_image"
 
-    torch cuts it out of the whole mesh only where the dimensions are in that order there.
-    """
-    outer, inner = "dp_replicate", "dp_shard" if get_size("image") == 1 else "dp_shard_image"
+
+def _mesh_of_hsdp(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The mesh of hsdp where torch cannot cut it out of the whole one: its dimensions are in another order there."""
+    outer, inner = _hsdp_dims()
     names = list(mesh.mesh_dim_names or ())
     outer_dim = names.index(outer)
     inner_dims = [names.index(name) for name in names if name in COMBINED.get(inner, {inner})]
     if outer_dim < min(inner_dims):
-        return mesh[outer, inner]
+        return None
     others = [dim for dim in range(mesh.ndim) if dim != outer_dim and dim not in inner_dims]
     # (meshes, groups, ranks of a group)
     ranks = mesh.mesh.permute(*others, outer_dim, *inner_dims).reshape(-1, get_size(outer), get_size(inner))

@@ -270,9 +270,9 @@ def recorded(step: TrainingStep, found: Record, drawing: set[str]) -> Iterator[N
     recorder.add_hooks()
     update = step.update
 
-    def recorded_update():
+    def recorded_update(log_norm):
         recorder.keep_gradients(GRADIENT)
-        return update()
+        return update(log_norm)
 
     with patch.object(step, "update", recorded_update):
         yield
