@@ -16,11 +16,11 @@ from inspect import signature
 from typing import Any
 
 from tools.benchmarks import ladder, layouts, loaders, scaling
-from utils.errors import FAILED_STATUS, ArgumentParser, UsageError, real, run_main, whole
+from utils.errors import FAILED_STATUS, ArgumentParser, UsageError, float_in_range, int_in_range, run_main
 from utils.files import write_json
 from utils.launch import read_launch
 
-MANY = whole(1, 2**20)
+MANY = int_in_range(1, 2**20)
 
 
 def main(argv: Sequence[str] | None = None) -> int | None:
@@ -63,13 +63,13 @@ def build_parser() -> ArgumentParser:
         return added.add_argument
 
     option = command("ladder", ladder, "the steps of rung 1")
-    option("--workers", type=whole(0, 256), default=2, help="data workers of the steps after the first")
+    option("--workers", type=int_in_range(0, 256), default=2, help="data workers of the steps after the first")
     option("--steps", type=MANY, default=10, help="timed iterations of each turn (%(default)s)")
     text = "milliseconds added to the reading of each sample; measures reading ahead alone"
-    option("--read_delay_ms", type=real(0, 10_000), default=0.0, metavar="X", help=text)
+    option("--read_delay_ms", type=float_in_range(0, 10_000), default=0.0, metavar="X", help=text)
 
     option = command("data", loaders, "data loaders alone")
-    option("--workers", type=whole(0, 256), default=2, help="data workers of each loader (%(default)s)")
+    option("--workers", type=int_in_range(0, 256), default=2, help="data workers of each loader (%(default)s)")
     option("--frames", type=MANY, default=24, help="frames of the data to copy and read (%(default)s)")
     option("--batches", type=MANY, default=12, help="timed batches of each turn (%(default)s)")
 
@@ -79,7 +79,7 @@ def build_parser() -> ArgumentParser:
     option("--layouts", nargs="+", default=[], metavar="NAME[,KEY=VALUE...]", help=text)
     text = "numbers of ranks (dp), embedding sizes (mp), points along each side of an image (domain)"
     option("--sizes", type=MANY, nargs="+", default=[], metavar="N", help=text)
-    option("--memory_limit_gib", type=real(1e-6, 1e6), metavar="X", help="memory a rank may use (all)")
+    option("--memory_limit_gib", type=float_in_range(1e-6, 1e6), metavar="X", help="memory a rank may use (all)")
     option("--steps", type=MANY, default=3, help="timed steps of each turn (%(default)s)")
     option(
         "--memory_png", metavar="FILE", help="write a picture: memory through a training step, a line for each layout"
@@ -89,7 +89,7 @@ def build_parser() -> ArgumentParser:
     option = command("scaling", scaling, "real training runs", rounds=False)
     option("--study", default="quick", metavar="NAME", help="named study (%(default)s)")
     option("--study_file", default="config/scaling.yaml", metavar="FILE", help="default: %(default)s")
-    option("--only", type=whole(0, 100_000), metavar="N", help="in a job: make the run of this number")
+    option("--only", type=int_in_range(0, 100_000), metavar="N", help="in a job: make the run of this number")
     option("--list", dest="list_runs", action="store_true", help="print the runs, and jobs for Slurm")
     option("--report_only", action="store_true", help="make no run")
 

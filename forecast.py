@@ -16,12 +16,12 @@ import time
 from tools.forecasting.dated_frames import DatedFrames, choose_starts, run_config
 from tools.forecasting.output_files import LAYOUTS, attributes, prepare_folder
 from tools.forecasting.rollout import lead_times, roll_out, shown_channel
-from tools.forecasting.skill_report import read_skill, report
+from tools.forecasting.skill_report import read_skill, write_report
 from training.assembly import build_parallel
 from training.trained_weights import check_origin, find, load_weights_into
 from utils import comm
 from utils.config import SCRIPTS
-from utils.errors import ArgumentParser, whole
+from utils.errors import ArgumentParser, int_in_range
 from utils.launch import read_launch
 
 DATA = {"test": "inf_data_path", "valid": "valid_data_path", "train": "train_data_path"}
@@ -36,19 +36,19 @@ def main(argv: list[str] | None = None) -> None:
     device = comm.init(config.device, config.comm_timeout)
     comm.build_mesh(device, layout)
 
-    frames = comm.agree(lambda: DatedFrames(getattr(config, DATA[options.split]), config, device))
-    leads = comm.agree(lambda: lead_times(config, frames.interval, options.lead_hours))
-    starts = comm.agree(lambda: choose_starts(frames, leads, options.dates or options.starts))
+    frames = comm.raise_on_all_ranks(lambda: DatedFrames(getattr(config, DATA[options.split]), config, device))
+    leads = comm.raise_on_all_ranks(lambda: lead_times(config, frames.interval, options.lead_hours))
+    starts = comm.raise_on_all_ranks(lambda: choose_starts(frames, leads, options.dates or options.starts))
     others = comm.on_main(lambda: {run: read_skill(run, starts, leads) for run in options.compare})
     names = frames.dataset.description.names[: config.n_out_channels]
-    channel = comm.agree(lambda: shown_channel(names, options.channel))
+    channel = comm.raise_on_all_ranks(lambda: shown_channel(names, options.channel))
     checkpoint, marker = comm.on_main(lambda: find(options.run_folder, options.checkpoint))
     check_origin(config, checkpoint, marker)
     record = marker["trainer"].get("data", {})
-    notes = comm.agree(lambda: frames.check(record, checkpoint, options.split == "train"))
+    notes = comm.raise_on_all_ranks(lambda: frames.check(record, checkpoint, options.split == "train"))
 
     parallel = build_parallel(config, device, weights=())
-    comm.agree(lambda: load_weights_into(parallel, checkpoint))
+    comm.raise_on_all_ranks(lambda: load_weights_into(parallel, checkpoint))
     out = options.out or f"{options.run_folder}/forecast"
     comm.on_main(lambda: prepare_folder(out))
 
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     result = roll_out(parallel, frames, starts, leads, config, channel, files, about, options.layout)
     if comm.is_main():
         print(f"{len(starts)} forecasts of {leads[-1]} hours in {time.perf_counter() - began:.1f} s, from {checkpoint}")
-        report(result, out, about, not options.skill_only, others)
+        write_report(result, out, about, not options.skill_only, others)
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -74,8 +74,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     option("--checkpoint", default="best", metavar="NAME", help="best, newest or iter-... (%(default)s)")
     option("--split", choices=DATA, default="test", help="initial states and truth (%(default)s)")
     option("--dates", "--start", nargs="+", metavar="DATE", help="start dates (UTC), like 1985-02-01T06")
-    option("--starts", type=whole(0, 10**6), default=8, metavar="N", help="start dates, spread evenly (%(default)s)")
-    option("--lead_hours", type=whole(1, 10**6), default=120, metavar="N", help="length of a forecast (%(default)s)")
+    option(
+        "--starts", type=int_in_range(0, 10**6), default=8, metavar="N", help="start dates, spread evenly (%(default)s)"
+    )
+    option(
+        "--lead_hours", type=int_in_range(1, 10**6), default=120, metavar="N", help="length of a forecast (%(default)s)"
+    )
     option("--channel", metavar="NAME", help="channel of the maps and the animation (z500)")
     option("--out", metavar="FOLDER", help="folder of the results (<run>/forecast)")
     option("--layout", choices=LAYOUTS, default="cf", help="of the forecasts' files (%(default)s)")

@@ -27,7 +27,7 @@ from tools.planner.compare import compare
 from tools.planner.hardware import Gpu, load_gpu
 from tools.planner.search import LAYOUT_OPTIONS, Request, best_layouts, gpu_counts, scaling, submit_plan
 from utils.comm import run_ranks
-from utils.errors import ArgumentParser, UsageError, whole
+from utils.errors import ArgumentParser, UsageError, int_in_range
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,7 +66,7 @@ def read_options(words: list[str]) -> tuple[Namespace, list[str]]:
     option = parser.add_argument
     option("--gpus", default="1", metavar="N|N..M", help="GPUs of the job; 8..4096: a curve (1)")
     option("--gpu", default="a100-40gb", help="a name in config/hardware.yaml (%(default)s)")
-    option("--top", type=whole(1, 10**6), metavar="N", help="compare layouts, and show the N best (10)")
+    option("--top", type=int_in_range(1, 10**6), metavar="N", help="compare layouts, and show the N best (10)")
     option("--inference", action="store_true", help="a forward pass without gradients, in place of a training step")
     text = "a table of GPUs that share an image x values of a key: local_batch_size=1,2,4 or img_size=256,512"
     option("--grid", metavar="KEY=V1,V2", help=text)
@@ -74,7 +74,7 @@ def read_options(words: list[str]) -> tuple[Namespace, list[str]]:
     option("--json", action="store_true", help="print the plans as JSON")
     option("--png", metavar="FILE", help="write a picture")
     option("--verify", action="store_true", help="run small layouts for real and compare them with plans")
-    option("--choose", type=whole(1, 10**6), metavar="N", help="of the layouts, the one of this number")
+    option("--choose", type=int_in_range(1, 10**6), metavar="N", help="of the layouts, the one of this number")
     option("--submit", nargs="?", const="", metavar="WORDS", help="queue it; WORDS: options of sbatch")
     return parser.parse_known_args(words)
 

@@ -19,7 +19,7 @@ from distributed.collectives import AnyGroup, Group, as_group, at_least_float32,
 from distributed.shard.rules.normalization import Normal, of_channels, update
 from distributed.shard.rules.reductions import autocast_dtype
 from distributed.shard.spec import Shares
-from distributed.shard_tensor import ShardTensor, local, reduced, wrap
+from distributed.shard_tensor import ShardTensor, local, sum_partial, wrap
 
 
 def synchronize_batch_norm(model: nn.Module, group: AnyGroup) -> None:
@@ -59,7 +59,7 @@ def batch_norm(
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     spec, part, replicas = None, input, group.size
     if isinstance(input, ShardTensor):
-        input = reduced(input)
+        input = sum_partial(input)
         spec, part, replicas = input.spec, local(input), group.size // input.spec.mesh.joint.size
         if spec.is_split(1):
             raise ValueError("sync_batchnorm: channels that are split over ranks are not supported")

@@ -111,7 +111,7 @@ def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
     return _apply(_all_reduce, _times_size, x, group)
 
 
-def alike_on_ranks(x: Tensor, group: Group) -> Tensor:
+def replicated_loss(x: Tensor, group: Group) -> Tensor:
     """Return the same number: a loss that every rank of the group computes alike, when the *mean* loss is minimized.
 
     Backward multiplies the gradient by the number of ranks. Each rank then computes a part of the gradients of the

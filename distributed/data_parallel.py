@@ -33,11 +33,11 @@ from distributed.usage import Usage
 from distributed.weight_shards import fill_weights
 from distributed.written_weights import WriteWatch, check_writes
 from utils import comm
-from utils.device import library, on_capture_stream
+from utils.config import SHARDED
+from utils.device import device_module, on_capture_stream
 from utils.errors import LayoutError, UsageError, first_line
 from utils.sharded import is_dtensor, is_fsdp_module
 
-SHARDED = ("zero2", "fsdp", "hsdp")
 OF_DTYPES = re.compile(r"\btypes?\b|dtype|BFloat16|Half")  # in messages of torch
 
 
@@ -83,10 +83,10 @@ def fully_shard_model(
     names = {parameter: name for name, parameter in model.named_parameters()}
     gathered = {unit: [names[weight] for weight in shared.weights[unit]] for unit in (model, *units)}
     dtype = GATHER_DTYPES[options.gather_dtype]
-    pins = library(device, "Stream") is not None  # copies from pinned memory go on beside computation
+    pins = device_module(device, "Stream") is not None  # copies from pinned memory go on beside computation
     offload = CPUOffloadPolicy(pin_memory=pins) if options.cpu_offload else OffloadPolicy()
     common: dict[str, Any] = {
-        "mesh": comm.get_mesh("hsdp" if options.data_parallel == "hsdp" else "dp_image"),
+        "mesh": comm.get_mesh("hsdp" if options.data_parallel == "hsdp" else "grad_reduce"),
         "reshard_after_forward": options.data_parallel != "zero2",  # zero2 keeps a unit until its backward pass
         "offload_policy": offload,
     }
@@ -110,7 +110,7 @@ def fully_shard_model(
 
 def is_sharded(options: DataParallelOptions) -> bool:
     """Tell whether fully_shard cuts the parameters."""
-    return options.data_parallel in SHARDED and comm.get_size("dp_image") > 1
+    return options.data_parallel in SHARDED and comm.get_size("grad_reduce") > 1
 
 
 def check_recomputation(
@@ -174,13 +174,13 @@ def data_parallel(
     if options.sync_batchnorm:
         from distributed.batch_norm import synchronize_batch_norm
 
-        synchronize_batch_norm(model, comm.get_group("dp_image"))
+        synchronize_batch_norm(model, comm.get_group("grad_reduce"))
     whole: set[str] = set()
     for module in modules:
         whole |= fully_shard_model(module, options, device, split.specs, usage)
         with keep_ties(module):
             allocate(module, device, options.cpu_offload)
-        group = comm.get_group("dp_image")
+        group = comm.get_group("grad_reduce")
         shares_parameters = options.data_parallel in SHARDED and comm.get_size("dp") > 1
         if group and shares_parameters:
             LayerWatch(module, group, device, options.data_parallel)
@@ -192,7 +192,7 @@ def data_parallel(
     if is_sharded(options) and usage.varies:
         gather_once(model)
     trained = [name for name, p in model.named_parameters() if p.requires_grad and name not in split.specs]
-    is_reduced = options.data_parallel not in SHARDED and comm.get_size("dp_image") > 1 and not options.noddp
+    is_reduced = options.data_parallel not in SHARDED and comm.get_size("grad_reduce") > 1 and not options.noddp
     replicated = is_reduced and bool(trained)  # DistributedDataParallel wants something to do
     notes = []
     if replicated:
@@ -216,7 +216,7 @@ def data_parallel(
 
 def check_types(model: nn.Module, options: DataParallelOptions) -> None:
     """Raise LayoutError, naming a weight, where a strategy cannot share out weights of its type."""
-    if options.data_parallel == "ddp" or comm.get_size("dp_image") == 1:
+    if options.data_parallel == "ddp" or comm.get_size("grad_reduce") == 1:
         return
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     for name, parameter in trained:
@@ -276,7 +276,7 @@ def replicate(
         ddp = DistributedDataParallel(
             module,
             device_ids=[device] if device.type != "cpu" else None,
-            process_group=comm.get_group("dp_image"),
+            process_group=comm.get_group("grad_reduce"),
             bucket_cap_mb=options.bucket_cap_mb,
             gradient_as_bucket_view=True,
             static_graph=options.gradient_accumulation == 1 and not split.stages and not find_unused,
@@ -284,7 +284,7 @@ def replicate(
             find_unused_parameters=bool(split.stages) or find_unused,
         )
     if options.gradient_compression == "bf16":
-        ddp.register_comm_hook(comm.get_group("dp_image"), reduce_in_bf16)
+        ddp.register_comm_hook(comm.get_group("grad_reduce"), reduce_in_bf16)
     return ddp
 
 
@@ -307,7 +307,7 @@ def build_zero1_optimizer(
     optimizer = ZeroRedundancyOptimizer(
         groups,
         optimizer_class,  # type: ignore[arg-type]  # or a function that makes one
-        process_group=comm.get_group("dp_image"),
+        process_group=comm.get_group("grad_reduce"),
         parameters_as_bucket_view=True,
         **options,
     )

@@ -28,9 +28,9 @@ from distributed.context_parallel import check_attention
 from distributed.protocol import SplittableAttention, points_kept_together
 from distributed.shard.operands import to_spec
 from distributed.shard.rules.attention import set_attention_method
-from distributed.shard.spec import Axes, Axis, Mesh, Spec, as_mesh, merged, whole
+from distributed.shard.spec import Axes, Axis, Mesh, Spec, as_mesh, merged, unsplit_axes
 from distributed.shard.tensor import INSIDE, find_libraries
-from distributed.shard_tensor import ShardTensor, local, part_of, reduced, replicated, set_fallback, wrap
+from distributed.shard_tensor import ShardTensor, local, part_of, replicate, set_fallback, sum_partial, wrap
 from distributed.sharded_units import GATHER_DTYPES
 from distributed.split import Split
 from distributed.tensor_parallel import tensor_parallel
@@ -67,8 +67,8 @@ class Domain:
 
     def __init__(self, mesh: DeviceMesh, img_size: Sequence[int], patch_size: PerAxis):
         self.mesh, patch = as_mesh(mesh), per_axis(patch_size, len(img_size))
-        axes = [whole(n) for n in img_size]
-        self.grid = [whole(n // p) for n, p in zip(img_size, patch, strict=True)]  # of patches
+        axes = [unsplit_axes(n) for n in img_size]
+        self.grid = [unsplit_axes(n // p) for n, p in zip(img_size, patch, strict=True)]  # of patches
         cuts = [cut for cut in image_cuts(img_size, patch) if cut.mesh_dim != "cp"]
         for mesh_dim, (axis, sizes, _) in enumerate(cuts):
             axes[axis] = (Axis(img_size[axis], mesh_dim, sizes),)
@@ -77,7 +77,7 @@ class Domain:
 
     def spec(self, samples: int, channels: int) -> Spec:
         """Of images (samples, channels, *img_size)."""
-        dims = whole(samples), whole(channels), *self.image.dims
+        dims = unsplit_axes(samples), unsplit_axes(channels), *self.image.dims
         return self.image.derived((samples, channels), lambda: Spec(self.mesh, dims))
 
     def token_axes(self) -> Axes:
@@ -115,11 +115,11 @@ def domain_parallel(
     forward = refusing_compiled_functions(model.forward)
 
     def forward_part(x):
-        y = reduced(forward(wrap(x, domain.spec(x.shape[0], x.shape[1]))))
+        y = sum_partial(forward(wrap(x, domain.spec(x.shape[0], x.shape[1]))))
         if y.spec.shape[2:] == domain.image.shape:  # as the target is cut, whatever the model has made of the cuts
             y = to_spec(y, domain.spec(y.shape[0], y.shape[1]))
         elif not y.spec.split_dims:
-            y = replicated(y)
+            y = replicate(y)
         return local(y).clone()  # fully_shard warns of views
 
     model.forward = forward_part
@@ -242,6 +242,6 @@ def split_images(model: nn.Module, options: DomainOptions) -> Split:
         plain = strategy == "ddp" or (strategy != "zero1" and options.amp_mode != "fp16")
         is_shared = any(POSITIONS in names for names in ties)
         if plain and isinstance(model, Transformer) and not is_shared:
-            axes = (domain.token_axes(), whole(model.pos_embed.weight.shape[1]))
+            axes = (domain.token_axes(), unsplit_axes(model.pos_embed.weight.shape[1]))
             split.specs = shard_parameters(model, domain.mesh, {POSITIONS: axes}, GATHER_DTYPES[options.gather_dtype])
         return split

@@ -98,7 +98,7 @@ class ParallelModel:
         Those of a kind travel together, each with a number: how many ranks have a gradient. Where no rank has one,
         there is none afterwards.
         """
-        group, size = comm.get_group("dp_image"), comm.get_size("dp_image")
+        group, size = comm.get_group("grad_reduce"), comm.get_size("grad_reduce")
         kinds = defaultdict(list)
         for name, parameter in self.model.named_parameters():
             if name in self.whole and parameter.requires_grad:

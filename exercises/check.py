@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from exercises.ranks import PATIENCE_SECONDS, preload, run_ranks
-from utils.errors import ArgumentParser, UsageError, run_main, whole
+from utils.errors import ArgumentParser, UsageError, int_in_range, run_main
 
 FOLDER = Path(__file__).parent
 WRONG_STATUS = 1
@@ -46,10 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 0 where all is right, or the list was asked for."""
     parser = ArgumentParser(prog="python -m exercises.check", description="Check an exercise, or list them all.")
     files = exercises()
-    parser.add_argument("number", nargs="?", type=whole(min(files), max(files)), help="of the exercise; none: the list")
+    parser.add_argument(
+        "number", nargs="?", type=int_in_range(min(files), max(files)), help="of the exercise; none: the list"
+    )
     parser.add_argument("--solution", action="store_true", help="check the solution")
     parser.add_argument("--file", type=Path, help="check this file instead, somebody's exercise of the number")
-    parser.add_argument("--seed", type=whole(0, 2**31 - 1), help="of the random sizes and values of a failure")
+    parser.add_argument("--seed", type=int_in_range(0, 2**31 - 1), help="of the random sizes and values of a failure")
     options = parser.parse_args(argv)
     if options.number is None:
         for number, file in files.items():

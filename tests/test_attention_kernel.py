@@ -7,7 +7,7 @@ import train
 from distributed.usage import AttentionCall, Usage
 from training import attention_kernel
 from training.attention_kernel import attention_notes
-from training.model import examine
+from training.model import inspect_model
 
 CPU = torch.device("cpu")
 
@@ -18,10 +18,10 @@ def test_a_run_names_the_kernel_of_its_attention(tiny_options, tmp_path):
 
 
 def test_every_form_of_attention_of_a_model_is_known(tiny_config):
-    assert examine(tiny_config()).usage.attention == {AttentionCall(16, 32, False)}
-    masked = examine(tiny_config(model="neighborhood", model_args={"kernel_size": 3})).usage.attention
+    assert inspect_model(tiny_config()).usage.attention == {AttentionCall(16, 32, False)}
+    masked = inspect_model(tiny_config(model="neighborhood", model_args={"kernel_size": 3})).usage.attention
     assert masked and all(call.masked for call in masked)
-    assert examine(tiny_config(model="afno")).usage.attention == set()
+    assert inspect_model(tiny_config(model="afno")).usage.attention == set()
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from tests.support.layout_parity import CPU, build, ranks_and_options, train, tr
 from tests.support.marks import slow_but
 from tests.test_fine_tuning import assert_equal, taken_by
 from tests.test_library_models import library
-from tools.planner.trace import measured, trace_step
+from tools.planner.trace import observe_step, trace_step
 from tools.planner.validate import differ
 from training.assembly import random_batch
 from training.model import build_model
 from utils.config import check_config, read_named_config
-from weather.forcings import turns
+from weather.forcings import time_fractions
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("aurora") is None, reason="microsoft-aurora is not installed")
 LAYOUTS = ["domain2", "domain3", "domain2x2", "dp2,data_parallel=fsdp", "domain2xdp2,data_parallel=fsdp"]
@@ -70,7 +70,7 @@ def trace_of(config):
     step = build(config)
     x, y = random_batch(step.task, CPU)
     step(0, x, y)
-    return measured(step, x, y)
+    return observe_step(step, x, y)
 
 
 @pytest.mark.parametrize(("layout", "most"), [("domain2", 0.56), ("domain2x2", 0.34)])
@@ -107,7 +107,7 @@ def test_a_sample_has_the_day_and_hour_of_its_forcing(aurora_config):
     from docs.examples.aurora import Forecaster, date_of
 
     dates = np.array([["2017-02-05T18"], ["1999-12-31T06"]], "datetime64[s]")
-    angles = torch.from_numpy(2 * np.pi * turns(dates)[:, 0, 1])
+    angles = torch.from_numpy(2 * np.pi * time_fractions(dates)[:, 0, 1])
     times = torch.stack([angles.cos(), angles.sin()], 1)  # (2, 2)
     assert [str(date_of(time))[5:16] for time in times] == ["02-05 18:00", "12-30 06:00"]  # 2020 is a leap year
     model = build_model(aurora_config(), "cpu")

@@ -125,7 +125,7 @@ def test_who_waits_for_a_turn_holds_only_its_model(tiny_config, monkeypatch):
     """So all steps fit one GPU: the cache is emptied last, and the products of the probe count for no step."""
     done = []
     gpu = SimpleNamespace(reset_peak_memory_stats=lambda _: done.append("reset"))
-    monkeypatch.setattr(ladder, "library", lambda *_: gpu)
+    monkeypatch.setattr(ladder, "device_module", lambda *_: gpu)
     monkeypatch.setattr(ladder, "peak_memory_bytes", lambda _: done.append("peak"))
     monkeypatch.setattr(ladder, "matmul_flops_per_sec", lambda *_: done.append("products"))
     monkeypatch.setattr(ladder, "empty_cache", lambda _: done.append("emptied"))

@@ -29,7 +29,7 @@ def test_a_kernel_that_is_shorter_than_its_launch_is_measured_without_the_launch
         for _ in range(number):
             queue(KERNEL)
 
-    monkeypatch.setattr(clock, "library", lambda *_: gpu)
+    monkeypatch.setattr(clock, "device_module", lambda *_: gpu)
     monkeypatch.setattr(clock, "synchronize", gpu.synchronize)
     monkeypatch.setattr(clock.time, "perf_counter", gpu.perf_counter)
     monkeypatch.setattr(clock.torch, "mm", lambda *_: queue(PRODUCT))

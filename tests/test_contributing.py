@@ -30,7 +30,7 @@ TASK = """from torch import Tensor
 from training.tasks import forecast
 
 
-class Trained(forecast.Trained):
+class ToyTask(forecast.ForecastTask):
     def loss(self, prediction: Tensor, target: Tensor, image_group) -> Tensor:
         return (prediction - target).abs().mean()
 """

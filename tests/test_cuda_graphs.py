@@ -47,8 +47,8 @@ def test_cuda_graphs_with_fp16_need_the_fused_optimizer(tiny_config):
 @pytest.mark.parametrize(
     ("sizes", "options", "line"),
     [
-        ({"dp_image": 2}, {"data_parallel": "fsdp"}, "goes without --data_parallel=fsdp"),
-        ({"dp_image": 2}, {"data_parallel": "zero1"}, "goes without --data_parallel=zero1"),
+        ({"grad_reduce": 2}, {"data_parallel": "fsdp"}, "goes without --data_parallel=fsdp"),
+        ({"grad_reduce": 2}, {"data_parallel": "zero1"}, "goes without --data_parallel=zero1"),
         ({"pp": 2}, {}, "goes without pipeline_parallel"),
         ({"domain": 2}, {}, "goes without domain_parallel"),
         ({"tp": 2}, {"tp_backend": "dtensor"}, "with tensor_parallel goes without tp_backend dtensor"),
@@ -64,7 +64,9 @@ def test_what_cannot_be_captured_is_refused(tiny_config, monkeypatch, sizes, opt
         check_capture(tiny_config(enable_cuda_graphs=True, **options), CUDA, nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("sizes", [{}, {"dp_image": 4}, {"tp": 2, "dp_image": 2}, {"cp": 2, "dp_image": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{}, {"grad_reduce": 4}, {"tp": 2, "grad_reduce": 2}, {"cp": 2, "grad_reduce": 2}], ids=str
+)
 def test_replicas_tensor_and_context_parallel_ranks_are_captured(tiny_config, monkeypatch, sizes):
     monkeypatch.setattr(comm, "get_size", lambda name: sizes.get(name, 1))
     check_capture(tiny_config(enable_cuda_graphs=True, activation_checkpointing="full"), CUDA, nn.Linear(2, 2))

@@ -34,7 +34,7 @@ def gpu(monkeypatch):
     """A pretend GPU in the place of the library of this one."""
     gpu = PretendGpu()
     for module in (data_loader, timing):
-        monkeypatch.setattr(module, "library", lambda *_: gpu)
+        monkeypatch.setattr(module, "device_module", lambda *_: gpu)
     for module in (telemetry, clock):
         monkeypatch.setattr(module, "synchronize", gpu.synchronize)
     monkeypatch.setattr(timing.time, "perf_counter", gpu.perf_counter)
@@ -67,7 +67,7 @@ def reported(gpu, tiny_config, tmp_path, monkeypatch):
                     readings.log(reading | counts, iteration)
                     told.clock.start()
         readings.close()
-        return told.clock.data_wait_fraction(), compare.measured(tmp_path)
+        return told.clock.data_wait_fraction(), compare.read_figures(tmp_path)
 
     return run
 
@@ -115,7 +115,7 @@ def test_a_device_that_waits_for_the_host_to_read_waits_for_data(reported):
 
 
 def test_the_ladder_tells_the_same(gpu, tiny_config, monkeypatch):
-    for name in ("peak_memory_bytes", "matmul_flops_per_sec", "empty_cache", "library"):
+    for name in ("peak_memory_bytes", "matmul_flops_per_sec", "empty_cache", "device_module"):
         monkeypatch.setattr(ladder, name, lambda *_: None)
     config = tiny_config(num_data_workers=2, global_batch_size=1)
     step = mock.Mock(side_effect=lambda *_: StepOutput(gpu.step(), None), config=config)

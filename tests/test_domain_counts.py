@@ -12,7 +12,7 @@ from distributed.attention import METHODS
 from distributed.collectives import shard_sizes
 from distributed.data_parallel import DataParallelOptions, data_parallel
 from distributed.domain_parallel import DomainOptions, domain_parallel, shard_parameters, split_images
-from distributed.shard.spec import whole
+from distributed.shard.spec import unsplit_axes
 from distributed.shard_tensor import ShardTensor
 from networks.vit import ViT
 from tests.dispatch import OPERATIONS, python_calls, tiny_tensors
@@ -21,7 +21,7 @@ from tests.support.marks import needs_torch, slow_but
 from tests.support.parity import error
 from tools.instruments.counting import CollectiveCounter
 from tools.instruments.tracker import by_phase
-from tools.planner.trace import measured
+from tools.planner.trace import observe_step
 from training.model import build_model, initial_weights
 from training.optimizer import build_optimizer
 from training.step import TrainingStep
@@ -54,7 +54,7 @@ def counted_step(config):
     for i in range(4 if config.data_parallel == "ddp" else 2):  # DDP has arranged its buckets
         step(i, x, y)
     found = {"forward": Ledger(), "backward": Ledger()}
-    for phase, messages in by_phase(measured(step, x, y).messages).items():
+    for phase, messages in by_phase(observe_step(step, x, y).messages).items():
         for kind, (calls, sent) in messages.items():
             found["forward" if phase == "forward" else "backward"].add(kind, sent, calls)
     return tuple((ledger.calls, ledger.bytes) for ledger in found.values())
@@ -197,7 +197,7 @@ def compiled_as_one_graph(domain, method):
     torch.manual_seed(0)
     model = ViT(img_size, patch_size, 3, 3, embed_dim=48, depth=1, num_heads=12)
     split = domain_parallel(model, img_size, patch_size, method)
-    shard_parameters(model, split.mesh, {"pos_embed.weight": (split.token_axes(), whole(48))})
+    shard_parameters(model, split.mesh, {"pos_embed.weight": (split.token_axes(), unsplit_axes(48))})
     x = torch.randn(split.spec(2, 3).local_shape, requires_grad=True)
     compiler = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     results = []

@@ -46,7 +46,7 @@ def messages_of_a_step(config):
     fallback.calls.clear()
     with CollectiveCounter() as counter:
         step(1, x, y)
-    return dict(counter.calls), dict(counter.bytes), fallback.report()
+    return dict(counter.calls), dict(counter.bytes), fallback.fallback_lines()
 
 
 def test_the_planner_knows_the_messages_of_the_fallback(ranks, tiny_config):

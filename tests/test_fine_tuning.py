@@ -24,7 +24,7 @@ from tools.checkpoint import load_weights
 from tools.forecasting.dated_frames import run_config
 from training.assembly import build_parallel
 from training.checkpoint import collect_state
-from training.foreign_weights import load_foreign_weights, match_weights
+from training.external_weights import load_external_weights, match_weights
 from training.model import build_model
 from utils import comm
 from utils.errors import UsageError
@@ -111,7 +111,7 @@ def foreign(tiny_config, tmp_path):
 def taken_by(config):
     """The weights that a rank has after it has taken those of init_from, whole."""
     step = build(config)
-    load_foreign_weights(step.parallel.model, step.parallel.split, config, match_weights(config))
+    load_external_weights(step.parallel.model, step.parallel.split, config, match_weights(config))
     state = global_view(collect_state(step.parallel.model, step.optimizer), step.parallel.split)["model"]
     return {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in state.items()}
 

@@ -161,7 +161,11 @@ def test_devices_whose_ranks_cannot_communicate_are_refused(kind, missing):
 
 
 def test_the_peak_is_that_of_the_device_where_torch_counts_it(monkeypatch):
-    assert device.library(torch.device("cpu")) is device.library(torch.device("mps"), "max_memory_allocated") is None
+    assert (
+        device.device_module(torch.device("cpu"))
+        is device.device_module(torch.device("mps"), "max_memory_allocated")
+        is None
+    )
     monkeypatch.setattr(torch.xpu, "max_memory_allocated", lambda device: 7)
     assert device.peak_memory_bytes(torch.device("xpu", 0)) == 7
     assert device.peak_memory_bytes(torch.device("mps")) == pytest.approx(device.peak_memory_bytes(CPU), rel=0.01)

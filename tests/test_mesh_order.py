@@ -21,7 +21,7 @@ def test_the_mesh_of_hsdp_has_the_groups_of_a_layout(order, domain):
     for rank in range(0, 64, 7):
         with fake_rank(layout, rank):
             mesh = comm.get_mesh("hsdp").mesh.numpy()
-            dp_image = comm.get_mesh("dp_image").mesh.numpy()
+            grad_reduce = comm.get_mesh("grad_reduce").mesh.numpy()
             of_tp = comm.get_rank("tp")
             groups_by_tp = _ranks(2).reshape(2, *mesh.shape).numpy()
             ranks_by_tp = _ranks(1).numpy()
@@ -29,7 +29,7 @@ def test_the_mesh_of_hsdp_has_the_groups_of_a_layout(order, domain):
         assert {tuple(column) for column in mesh.T} <= groups_of_copies
         # What a checkpoint takes for the parts of a weight.
         np.testing.assert_array_equal(groups_by_tp[of_tp], mesh)
-        np.testing.assert_array_equal(ranks_by_tp[of_tp], dp_image)
+        np.testing.assert_array_equal(ranks_by_tp[of_tp], grad_reduce)
 
 
 @pytest.mark.slow("four ranks")

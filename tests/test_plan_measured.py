@@ -38,11 +38,11 @@ vars(operation_speed).update({SMALL})
 runpy.run_path("plan.py", run_name="__main__")
 """
 TWO = ["--nproc_per_node", "2"]
-MEASURE = calibrate.measure
+MEASURE = calibrate.measure_machine
 
 
 def measure_small(*args):
-    """On a rank: as calibrate.measure, with small tensors."""
+    """On a rank: as calibrate.measure_machine, with small tensors."""
     vars(operation_speed).update(SMALL)
     return MEASURE(*args)
 
@@ -103,7 +103,7 @@ def test_places_are_the_ranks_of_a_node_and_their_peers():
 def test_every_operator_that_takes_long_in_a_step_is_measured_by_its_name(monkeypatch):
     for name, value in SMALL.items():
         monkeypatch.setattr(operation_speed, name, value)
-    found = operation_speed.measure(CPU, (torch.float32, torch.bfloat16), 1e-4)
+    found = operation_speed.measure_operations(CPU, (torch.float32, torch.bfloat16), 1e-4)
     assert all(min(s for *_, s in sizes) > 0 for types in found.values() for sizes in types.values())
     for words in ([], ["--amp_mode=bf16"]):
         (trace,) = trace_step(*settings_of("--config=quick", *words), "cpu")
@@ -289,7 +289,7 @@ def test_layouts_run_for_real_are_planned_with_what_this_machine_does_in_the_sam
     names = "context_parallel=2 cp_method=ring", "1x2 data_parallel=fsdp", "embed_dim=64 (1 rank)"
     cases = [case for case in validate.build_cases(times=True) if case.name.endswith(names)]
     monkeypatch.setattr(validate, "build_cases", lambda times: cases)
-    monkeypatch.setattr(calibrate, "measure", measure_small)
+    monkeypatch.setattr(calibrate, "measure_machine", measure_small)
     few = "--data_parallel=ddp", "--activation_checkpointing=none", "--pipeline_parallel=1"
     monkeypatch.setattr(validate, "SEARCHED", (*validate.SEARCHED, *few))
     assert validate.validate(1) == 0

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from tests.support.layout_parity import build, check_in_double, train
 from tests.support.refusals import refusal
 from tools.layout_check.saving import why_not_saved
-from training.model import build_model, examine
+from training.model import build_model, inspect_model
 from utils.errors import UsageError
 
 HERE = "tests.test_refused_models"
@@ -210,7 +210,7 @@ def test_a_weight_that_only_some_passes_write_to_ends_the_run_that_would_lose_it
 @pytest.mark.parametrize("attribute", ["scale", "layer"])
 def test_a_weight_that_a_forward_pass_makes_is_named(tiny_config, attribute):
     with refusal(f"makes the weight '{attribute}.* in its forward pass, so no optimizer would train it"):
-        examine(tiny_config(**SIZES, model=f"{HERE}:Made", model_args={"attribute": attribute}))
+        inspect_model(tiny_config(**SIZES, model=f"{HERE}:Made", model_args={"attribute": attribute}))
 
 
 @pytest.mark.parametrize("kind", ["list", "tuple", "set", "dict"])

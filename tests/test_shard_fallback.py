@@ -62,7 +62,7 @@ def renormed_and_counted(x):
         y = part.renorm(2, 1, 0.5)
         (y * y).sum().backward()
     assert isinstance(y, ShardTensor) and y.spec.dims == part.spec.dims
-    return dict(counter.calls), dict(counter.bytes), fallback.report()
+    return dict(counter.calls), dict(counter.bytes), fallback.fallback_lines()
 
 
 def test_a_fallback_gathers_once_forward_and_once_backward_and_says_so(ranks):
@@ -79,7 +79,7 @@ def summed_over_split_rows(x):
     torch.einsum("bhw,hk->bk", part, torch.ones(6, 99_999)).relu().sum()  # larger than a part, and summed once
     (part.mean() + part.sum(1)).sum()  # smaller
     torch.bilinear(part.mT, part.mT, torch.ones(99, 6, 6))  # composed, of einsum among others
-    return fallback.report()
+    return fallback.fallback_lines()
 
 
 def test_a_large_result_that_a_rule_makes_whole_is_reported(ranks):

@@ -26,14 +26,14 @@ from typing import Any
 
 import torch
 
-from tools.planner.compare import measured, planned_figures
+from tools.planner.compare import planned_figures, read_figures
 from tools.planner.hardware import Gpu, gpu_called, load_gpu
 from tools.planner.search import Request
 from tools.tables import GIB, format_tables, machine
 from training.loggers import FILE_NAME, read_metrics
 from utils.config import ROOT, read_mappings
 from utils.device import driver, select_device
-from utils.errors import FAILED_STATUS, STOPPED_STATUS, ArgumentParser, first_line, run_main, whole
+from utils.errors import FAILED_STATUS, STOPPED_STATUS, ArgumentParser, first_line, int_in_range, run_main
 from utils.files import read_json, whole_file
 
 COMMANDS = "config/gpu_report.yaml"
@@ -128,7 +128,7 @@ def run_figures(folder: Path) -> dict[str, Any]:
         return {}
     summary, last = read_json(folder / "summary.json"), read_metrics(folder / FILE_NAME.format(0))[-1]
     figures = {"mfu": last["speed/mfu"], "gib": summary["peak_memory_bytes"] / GIB}
-    return summary | measured(folder) | figures
+    return summary | read_figures(folder) | figures
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     option("--out", type=Path, default="docs/results", metavar="FOLDER", help="of the report (%(default)s)")
     option("--gpu", metavar="NAME", help="GPU of config/hardware.yaml to plan for (that of the device's name)")
     option("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a rehearsal (%(default)s)")
-    option("--seconds", type=whole(1, 10**6), default=SECONDS, help="of all commands together (%(default)s)")
+    option("--seconds", type=int_in_range(1, 10**6), default=SECONDS, help="of all commands together (%(default)s)")
     option("--plan", nargs="+", metavar="NAME", help="only print the plans for these GPUs")
     options = parser.parse_args(argv)
     if options.plan:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from utils.config import read_mappings
-from utils.device import library
+from utils.device import device_module
 
 MIB, GIB = 2**20, 2**30
 TABLES = "config/benchmarks.yaml"
@@ -17,7 +17,7 @@ TABLES = "config/benchmarks.yaml"
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Description of the machine that the figures were measured on."""
-    gpu = library(device, "get_device_name")
+    gpu = device_module(device, "get_device_name")
     name = gpu.get_device_name(device) if gpu else platform.processor() or platform.machine()
     return {"device": str(device), "name": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
 

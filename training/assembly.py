@@ -13,7 +13,7 @@ from distributed.model_parallel import ModelParallelOptions, split_model
 from distributed.parallel_model import ParallelModel
 from distributed.split import Split
 from distributed.usage import Usage
-from training.model import build_model, examine, initial_weights
+from training.model import build_model, initial_weights, inspect_model
 from training.optimizer import build_optimizer
 from training.speed_options import apply_speed_options
 from training.step import TrainingStep
@@ -42,7 +42,7 @@ def build_parallel(
         weights = initial_weights(config)
     elif unsaved:
         weights = chain(weights, ((name, value) for name, value in initial_weights(config) if name in unsaved))
-    usage = usage or examine(config).usage
+    usage = usage or inspect_model(config).usage
     return data_parallel(model, config.options(DataParallelOptions), device, weights, usage, split)
 
 

@@ -25,7 +25,7 @@ def check_capture(config: Config, device: torch.device, model: nn.Module) -> Non
     """Raise UsageError, naming the options, where a step on the ranks of this run cannot become a CUDA graph."""
     tp = comm.get_size("tp") > 1
     dropout = config.dropout or any(isinstance(m, _DropoutNd) and m.p for m in model.modules())
-    sharded = config.data_parallel != "ddp" and comm.get_size("dp_image") > 1
+    sharded = config.data_parallel != "ddp" and comm.get_size("grad_reduce") > 1
     refused = [
         (device.type != "cuda", f"needs a GPU with CUDA or ROCm; this run is on {device}"),
         (

@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from training.model import examine
+from training.model import inspect_model
 from utils.config import read_mappings
 from utils.device import device_name
 from utils.schema import Config
@@ -23,7 +23,7 @@ def training_flops(config: Config) -> float:
     utilisation is of the work the model needs (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B). Of a rollout
     it is one step of the forecast.
     """
-    return PASSES * examine(config).flops
+    return PASSES * inspect_model(config).flops
 
 
 def precision(config: Config) -> str:

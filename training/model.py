@@ -232,7 +232,7 @@ def model_class(name: str) -> Callable[..., nn.Module]:
         raise UsageError(f"model '{name}': cannot be imported: {_in_one_line(error)}") from error
 
 
-class Facts(NamedTuple):
+class ModelInfo(NamedTuple):
     """Facts about a whole model.
 
     output_shape: for one sample. parameters: how many. flops: floating-point operations of a forward pass of one
@@ -247,7 +247,7 @@ class Facts(NamedTuple):
     usage: Usage
 
 
-def examine(config: Config) -> Facts:
+def inspect_model(config: Config) -> ModelInfo:
     """Run one sample through the model of a config, in training mode. Raises UsageError where that cannot be trained.
 
     On the meta device if it can be done there; a model that reads numbers runs on the CPU. BatchNorm over a single
@@ -277,7 +277,7 @@ def examine(config: Config) -> Facts:
         )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     shape = (output.shape[0] // samples, *output.shape[1:]) if output.dim() else ()
-    return Facts(shape, parameters, usage.flops // samples, points_kept_together(model), usage)
+    return ModelInfo(shape, parameters, usage.flops // samples, points_kept_together(model), usage)
 
 
 def check_made(model: nn.Module, weights: Mapping[str, nn.Parameter], config: Config) -> None:

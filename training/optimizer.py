@@ -35,7 +35,7 @@ def build_optimizer(config: Config, parallel: ParallelModel, device: torch.devic
         # With a decay Adam is AdamW: the decay is decoupled from the moments.
         name = "AdamW" if config.weight_decay else config.optimizer
         build = partial(getattr(torch.optim, name), **options)
-    if config.data_parallel == "zero1" and comm.get_size("dp_image") > 1:
+    if config.data_parallel == "zero1" and comm.get_size("grad_reduce") > 1:
         return build_zero1_optimizer(build, groups, lr=lr)
     return build(groups, lr=lr)
 

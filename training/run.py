@@ -15,12 +15,11 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
-from distributed.data_parallel import SHARDED
 from distributed.weight_shards import global_view, take_parts
 from training.attention_kernel import attention_notes
 from training.checkpoint import CheckpointFolder, State, collect_state, restore_state
 from training.cuda_graphs import DDP_WARMUP_STEPS
-from training.foreign_weights import is_foreign, load_foreign_weights, match_weights
+from training.external_weights import is_external, load_external_weights, match_weights
 from training.iteration import Iteration
 from training.loggers import KINDS, Loggers, MetricsFile, TensorBoard, check_tracker
 from training.model_state import check_unchanged, collect_extra, collect_weights, described, later_names
@@ -33,6 +32,7 @@ from training.telemetry import Telemetry
 from training.trained_weights import check_start, find, load_weights_into
 from training.watchdog import Watchdog
 from utils import comm
+from utils.config import SHARDED
 from utils.data_loader import Batch, BatchLoader
 from utils.device import device_name, peak_memory_bytes, synchronize
 from utils.errors import STOPPED_STATUS, ConnectionLostError, NonFiniteLossError, reported_as_usage_error
@@ -125,7 +125,7 @@ class Run:
         if comm.get_size("domain") > 1:
             from distributed.shard import fallback  # only rung 4 has imported it
 
-            for line in fallback.report():  # operations and results that were not split
+            for line in fallback.fallback_lines():  # operations and results that were not split
                 log.info(line)
         is_done = self.iteration == self.config.num_iters and not self.validation_due
         if kind is None and not self.summary and is_done:
@@ -178,7 +178,7 @@ class Run:
         self.telemetry.add(output)
         if self.iteration == self.began:
             now = described(collect_weights(self.model))
-            comm.agree(partial(check_unchanged, self.described, now))
+            comm.raise_on_all_ranks(partial(check_unchanged, self.described, now))
         self.iteration += 1
         self.bar.update()
         self._between_steps()
@@ -245,7 +245,7 @@ class Run:
         for iteration, loss in enumerate(losses, self.iteration - len(losses) + 1):
             if not math.isfinite(loss):
                 samples = self.train_loader.order(self.config.seed).samples(iteration - 1)
-                comm.agree(partial(self.train_loader.check_finite, samples))
+                comm.raise_on_all_ranks(partial(self.train_loader.check_finite, samples))
                 raise self._not_finite(iteration, "training", loss)
             self.epoch_loss += loss
             if iteration < self.iteration:
@@ -301,7 +301,7 @@ class Run:
         val_loss = self.result["val_loss"]
         if not math.isfinite(val_loss):
             loader = self.validator.loader
-            comm.agree(partial(loader.check_finite, range(loader.num_samples)))
+            comm.raise_on_all_ranks(partial(loader.check_finite, range(loader.num_samples)))
             raise self._not_finite(self.iteration, "validation", val_loss)
         if self.best_val_loss is None or val_loss < self.best_val_loss:
             self.best_val_loss = val_loss
@@ -341,9 +341,9 @@ class Run:
 
     def _start_from(self, path: str) -> None:
         """Take the weights of a checkpoint, and nothing else of it, or those of another program's file."""
-        if is_foreign(path):
-            found = comm.agree(lambda: match_weights(self.config))
-            load_foreign_weights(self.model, self.step.parallel.split, self.config, found)
+        if is_external(path):
+            found = comm.raise_on_all_ranks(lambda: match_weights(self.config))
+            load_external_weights(self.model, self.step.parallel.split, self.config, found)
             for line in found.misfits():
                 log.info("Initial weights: %s", line)
         else:
@@ -358,7 +358,7 @@ class Run:
         tensors = self._tensors()
         self.described = described(tensors["model"])
         view = global_view(tensors, self.step.parallel.split)
-        comm.agree(partial(collect_extra, self.model))
+        comm.raise_on_all_ranks(partial(collect_extra, self.model))
         self.checkpoints.rehearse(view)
         marker = self.checkpoints.load_newest(view)
         if marker is None:
@@ -390,7 +390,7 @@ class Run:
                 "data_parallel zero1 with amp_mode fp16: the host waits for the device once a step, to see whether it "
                 "overflowed, since the optimizer of zero1 does not skip by itself; bf16 needs no such look"
             )
-        if self.config.amp_mode == "fp16" and comm.get_size("dp_image") > 1:
+        if self.config.amp_mode == "fp16" and comm.get_size("grad_reduce") > 1:
             log.info(
                 "amp_mode fp16: each rank sums its part of a gradient, so a step may overflow, and be skipped, that "
                 "does not on one device, or the reverse"
@@ -412,7 +412,7 @@ class Run:
         """The devices, and how the model is split over them."""
         layout = self.config.layout(comm.world_size())
         split = layout.describe("tp", "cp", "domain", "pp", "dp")
-        if layout.dp > 1 or (self.config.data_parallel in SHARDED and comm.get_size("dp_image") > 1):
+        if layout.dp > 1 or (self.config.data_parallel in SHARDED and comm.get_size("grad_reduce") > 1):
             split += f" ({self.config.data_parallel})"
         return f"{comm.world_size()} x {self.device.type}: {split}" if split else str(self.device)
 

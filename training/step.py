@@ -55,7 +55,7 @@ class TrainingStep:
         self.task = task
         self.model_parallel = bool(parallel.split.dims or parallel.split.specs or parallel.pipeline)
         scales = config.amp_mode == "fp16"
-        averaged_over = comm.get_size("dp_image")
+        averaged_over = comm.get_size("grad_reduce")
         if self.model_parallel:  # ranks with different parameters must agree whether a step has overflowed
             from training.shared_scaler import SharedScaler  # slow to import
 

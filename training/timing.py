@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from utils.device import library
+from utils.device import device_module
 
 WARMUP_ITERATIONS = 10  # left out of the steady-state speed: compilation, allocation, the first reads
 
@@ -69,7 +69,7 @@ class PhaseTimes:
 
     def __init__(self, device: torch.device, events: bool = True):
         self.on_host = device.type == "cpu"
-        self.library = library(device, "Event")
+        self.library = device_module(device, "Event")
         self.spans_queue_work = events
         self.seconds: dict[str, float] = defaultdict(float)
         self.queued: list[tuple[str, Any, Any]] = []  # (phase, event at its start, event at its end)

@@ -7,7 +7,7 @@ from distributed.parallel_model import ParallelModel
 from distributed.weight_shards import global_view, take_parts
 from training.checkpoint import CheckpointFolder, first_whole
 from training.checkpoint_files import MARKER, CheckpointError, Marker, config_of, read_losses, read_marker, verify
-from training.foreign_weights import is_foreign, match_weights
+from training.external_weights import is_external, match_weights
 from training.model_state import collect_weights, restore_weights
 from utils import comm
 from utils.config import differing_keys
@@ -52,8 +52,8 @@ def check_start(config: Config) -> None:
     path = config.init_from
     if not path or (Path(config.expdir) / config.config / config.run_num / "checkpoints").exists():
         return
-    if is_foreign(path):
-        comm.agree(lambda: match_weights(config))
+    if is_external(path):
+        comm.raise_on_all_ranks(lambda: match_weights(config))
         return
     if config.init_map or config.init_missing != "error":
         raise UsageError(f"{path}: init_map and init_missing are for files of other programs, not for runs of this one")

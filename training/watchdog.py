@@ -31,7 +31,7 @@ class Watchdog:
         self.timeout, self.folder = timeout, folder
         self.limit: float = timeout  # of what runs now
         self.option = WHOLE
-        self.warning = 0.9 * min(timeout, comm.patience())
+        self.warning = 0.9 * min(timeout, comm.timeout_seconds())
         self.ended = threading.Event()
         record_in(folder)
 

@@ -27,16 +27,16 @@ from utils.errors import (
     ConnectionLostError,
     UsageError,
     first_line,
+    int_in_range,
     os_errors_as_usage_errors,
     run_main,
-    whole,
 )
 from utils.launch import Launch, name_gloo_interface, read_launch, warn_of_unused_tasks
 from utils.layout import ORDER, Layout, tile_counts
 from utils.rank_failure import FAREWELL_SECONDS, FailureListener, agent_has_store, end_with_launcher
 from utils.torch_private import flattened, set_timeout
 
-RANKS = whole(1, 2**16)
+RANKS = int_in_range(1, 2**16)
 DOMAIN = {"domain_lat", "domain_lon"}
 IMAGE = {"cp", *DOMAIN}
 # Dimensions that also work together as one.
@@ -44,11 +44,11 @@ COMBINED = {
     "dp": {"dp_replicate", "dp_shard"},
     "domain": DOMAIN,
     "image": IMAGE,  # ranks that share one image
-    "dp_image": {"dp_replicate", "dp_shard", *IMAGE},  # ranks whose gradients are averaged
+    "grad_reduce": {"dp_replicate", "dp_shard", *IMAGE},  # ranks whose gradients are averaged
     "dp_shard_image": {"dp_shard", *IMAGE},
     "tp_pp": {"tp", "pp"},
 }
-DATA_PARALLEL = ("dp", "dp_shard", "dp_image", "dp_shard_image")  # all ranks, until a mesh is built
+DATA_PARALLEL = ("dp", "dp_shard", "grad_reduce", "dp_shard_image")  # all ranks, until a mesh is built
 T = TypeVar("T")
 
 
@@ -310,7 +310,7 @@ def gather(own: T) -> list[T]:
     return seen
 
 
-def agree(function: Callable[[], T]) -> T:
+def raise_on_all_ranks(function: Callable[[], T]) -> T:
     """Call function() on every rank; where some raise a UsageError or ConnectionLostError, all raise the first one."""
     error_here: UsageError | ConnectionLostError | None = None
     try:
@@ -333,7 +333,7 @@ def check_alike(own: dict[str, str]) -> None:
                 raise UsageError(f"{name}: rank {number} on {host} sees {there}, rank 0 on {first_host} {here}")
 
 
-def patience() -> float:
+def timeout_seconds() -> float:
     """Seconds that a rank waits for another in a collective."""
     return _patience.total_seconds()
 

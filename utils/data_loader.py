@@ -20,7 +20,7 @@ from torch import Tensor
 from utils import comm
 from utils.batch_slots import Slot, SlotRing
 from utils.data_protocol import ChannelStatistics, Dataset, ForcingChannels
-from utils.device import library
+from utils.device import device_module
 from utils.errors import ConnectionLostError
 from utils.sample_order import Order
 
@@ -100,7 +100,7 @@ class BatchLoader:
 
     def _paced(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches, with the host at most AHEAD of the device: each batch takes memory there."""
-        gpu = library(self.device, "current_stream")
+        gpu = device_module(self.device, "current_stream")
         if gpu is None:
             yield from batches
             return
@@ -191,7 +191,7 @@ class DataLoader(BatchLoader):
         super().__init__(*args, **options)
         means, stds = torch.from_numpy(self.statistics.means), torch.from_numpy(self.statistics.stds)
         self.scale, self.bias = (1 / stds).to(self.device), (-means / stds).to(self.device)
-        self.gpu = library(self.device, "Stream")
+        self.gpu = device_module(self.device, "Stream")
         self.side_stream = self.gpu.Stream(self.device) if self.gpu else None
         self.pool = ThreadPoolExecutor(self.num_workers) if self.num_workers else None
         self.ring = SlotRing(pinned=self.gpu is not None)

@@ -99,7 +99,7 @@ def built_for() -> str:
     return next((f"{name} {number}" for name, number in kinds.items() if number), "no GPU")
 
 
-def library(device: torch.device, *needed: str) -> Any:
+def device_module(device: torch.device, *needed: str) -> Any:
     """torch.cuda (for ROCm too), torch.xpu, ... of a device; None on the CPU, and without a function that is needed."""
     module = torch.get_device_module(device) if device.type not in ("cpu", "meta") else None
     return module if module and all(hasattr(module, name) for name in needed) else None
@@ -133,7 +133,7 @@ def physical_name(device: torch.device) -> str:
 
 def device_name(device: torch.device) -> str:
     """The name that a GPU reports; for other devices their type."""
-    gpu = library(device, "get_device_name")
+    gpu = device_module(device, "get_device_name")
     return gpu.get_device_name(device) if gpu else device.type
 
 
@@ -177,7 +177,7 @@ def on_this_device(function: Callable[[], None]) -> Callable[[], None]:
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """A small tensor on the device: copied there from the host without waiting for what the device still has to do."""
-    from_host = x.device.type == "cpu" and library(device, "Stream")
+    from_host = x.device.type == "cpu" and device_module(device, "Stream")
     return x.pin_memory().to(device, non_blocking=True) if from_host else x.to(device)
 
 
@@ -215,7 +215,7 @@ def pin_exact_sizes(device: torch.device) -> None:
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Most memory that this process has held: allocated by torch on a GPU, else resident on the host."""
-    if gpu := library(device, "max_memory_allocated"):
+    if gpu := device_module(device, "max_memory_allocated"):
         return gpu.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB on Linux

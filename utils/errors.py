@@ -43,12 +43,12 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see --help)")
 
 
-def whole(least: int, most: int) -> Callable[[str], int]:
+def int_in_range(least: int, most: int) -> Callable[[str], int]:
     """For the type of an option: a whole number within these bounds."""
     return _number(int, "whole number", least, most)
 
 
-def real(least: float, most: float) -> Callable[[str], float]:
+def float_in_range(least: float, most: float) -> Callable[[str], float]:
     """For the type of an option: a number within these bounds."""
     return _number(float, "number", least, most)
 
@@ -114,7 +114,7 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def report(message: str) -> None:
+def print_error(message: str) -> None:
     """Print an error as one line, and leave it for torchrun."""
     print(f"error: {one_line(message)}", file=sys.stderr, flush=True)
     leave_for_torchrun(message)
@@ -140,7 +140,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
         with os_errors_as_usage_errors():
             status = main()
     except (UsageError, ConnectionLostError, NonFiniteLossError) as error:
-        report(str(error))
+        print_error(str(error))
         status = status_of(error)
     except KeyboardInterrupt:
         status = INTERRUPTED_STATUS

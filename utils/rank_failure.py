@@ -29,7 +29,7 @@ from utils.errors import (
     UsageError,
     leave_for_torchrun,
     one_line,
-    report,
+    print_error,
     status_of,
 )
 from utils.files import whole_file
@@ -84,7 +84,7 @@ class FailureListener:
         except RuntimeError:  # the store lives in rank 0, which is gone
             first = f"{status} {LOST}"
         if first == f"{status} {message}":
-            report(message)
+            print_error(message)
             if not expected:
                 traceback.print_exc()
             self._wait_for_others()
@@ -97,9 +97,9 @@ class FailureListener:
         if int(status) == FAILED_STATUS:
             write_record(f"because of {message}")
         if own_error and message.partition(": ")[2] != own_error:
-            report(f"rank {self.rank}: {own_error}")
+            print_error(f"rank {self.rank}: {own_error}")
         elif message == LOST:
-            report(f"rank {self.rank} ends because of {message}")
+            print_error(f"rank {self.rank} ends because of {message}")
         else:
             leave_for_torchrun(message)
         self._wait_for_others()

@@ -51,7 +51,7 @@ class Forcings:
         """
         parts = [self.fixed.expand(len(dates), -1, -1, -1)]
         angles = []
-        day, year = to_device(torch.from_numpy(turns(dates)), self.device).split(1, -1)  # (B, k, 1) each
+        day, year = to_device(torch.from_numpy(time_fractions(dates)), self.device).split(1, -1)  # (B, k, 1) each
         if "hour" in self.names:
             angles.append(day + self.east)  # (B, k, w)
         if "day" in self.names:
@@ -71,7 +71,7 @@ def _normalised(file: YearFile, name: str, img_size: Sequence[int]) -> np.ndarra
     return (field - field.mean()) / spread
 
 
-def turns(dates: np.ndarray) -> np.ndarray:
+def time_fractions(dates: np.ndarray) -> np.ndarray:
     """How much of the day and how much of the year is over at these dates (UTC), 0 to 1: (...) -> (..., 2) float32."""
     day, year = ((dates - dates.astype(f"datetime64[{unit}]")) / np.timedelta64(1, "D") for unit in "DY")
     return np.stack([day, year / YEAR], -1).astype(np.float32)

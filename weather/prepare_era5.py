@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from utils.errors import run_main, whole
+from utils.errors import int_in_range, run_main
 from weather.era5 import Era5
 from weather.grid import frame_times
 from weather.year_files import YearFileWriter, year_file_parser
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     option("sources", metavar="SOURCE", nargs="+", help="Zarr store (folder or URL), NetCDF or GRIB file")
     option("--out", default="data/era5", help="folder (default: %(default)s)")
     coarsen = "average over N x N points: 2 turns 721 x 1440 points into 360 x 720"
-    option("--coarsen", type=whole(1, 10_000), default=1, metavar="N", help=coarsen)
+    option("--coarsen", type=int_in_range(1, 10_000), default=1, metavar="N", help=coarsen)
     prepare_era5(**vars(parser.parse_args(argv)))
 
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from utils.errors import ArgumentParser, ConnectionLostError, UsageError, first_line, real, whole
+from utils.errors import ArgumentParser, ConnectionLostError, UsageError, first_line, float_in_range, int_in_range
 from utils.node_cache import NodeCache
 from weather.chunk_sources import Place
 
@@ -57,9 +57,11 @@ def add_remote_options(parser: ArgumentParser) -> None:
     usual = RemoteOptions()
     option = parser.add_argument
     option("--cache_to", metavar="FOLDER", help="keep chunks of a remote store here, on a disk of this node")
-    option("--cache_gib", type=real(0, 1e6), default=usual.cache_gib, help="GiB of them at most (%(default)s)")
+    option(
+        "--cache_gib", type=float_in_range(0, 1e6), default=usual.cache_gib, help="GiB of them at most (%(default)s)"
+    )
     patience = "seconds for which a lost connection is retried (%(default)s)"
-    option("--retry_seconds", type=whole(1, 10**6), default=usual.retry_seconds, help=patience)
+    option("--retry_seconds", type=int_in_range(1, 10**6), default=usual.retry_seconds, help=patience)
 
 
 class RemoteObjects:

@@ -10,7 +10,7 @@ the dynamics and their sources, SOURCE those of the channels.
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from utils.errors import reported_as_usage_error, run_main, whole
+from utils.errors import int_in_range, reported_as_usage_error, run_main
 from weather.atmosphere import Atmosphere
 from weather.grid import Grid, latitudes, longitudes
 from weather.year_files import YearFileWriter, year_file_parser
@@ -55,8 +55,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = year_file_parser("weather.sample_data", __doc__, "1979-1983", "1984", "1985", "60")
     option = parser.add_argument
     option("out", metavar="OUT", nargs="?", default="data/quick", help="folder (default: %(default)s)")
-    option("--img_size", type=whole(1, 65_536), nargs=2, default=(32, 64), metavar=("H", "W"), help="grid points")
-    option("--seed", type=whole(0, 2**31 - 1), default=0)
+    option(
+        "--img_size", type=int_in_range(1, 65_536), nargs=2, default=(32, 64), metavar=("H", "W"), help="grid points"
+    )
+    option("--seed", type=int_in_range(0, 2**31 - 1), default=0)
     make_sample_data(**vars(parser.parse_args(argv)))
 
 

@@ -22,7 +22,7 @@ import h5py
 import numpy as np
 from tqdm import tqdm
 
-from utils.errors import ArgumentParser, UsageError, first_line, run_main, whole
+from utils.errors import ArgumentParser, UsageError, first_line, int_in_range, run_main
 from utils.files import whole_file
 from weather.channels import CHANNELS
 from weather.dataset import FieldDataset
@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _days(text):
-    return 0 if text == "all" else whole(1, 365)(text)
+    return 0 if text == "all" else int_in_range(1, 365)(text)
 
 
 def _split_years(years_of_splits: Sequence[Iterable[int]]) -> dict[int, str]:

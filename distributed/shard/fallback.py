@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from distributed.shard import tensor as shard_tensor
 from distributed.shard.guards import SEES_PARTS
-from distributed.shard.operands import replicated, shared, to_spec, written
-from distributed.shard.spec import Mesh, Spec, whole
+from distributed.shard.operands import check_writable, replicate, scale_grad_by_replicas, to_spec
+from distributed.shard.spec import Mesh, Spec, unsplit_axes
 from distributed.shard.tensor import ShardTensor, dispatch, local, made_whole, name_of, wrap
 from utils.torch_private import storage_id
 
@@ -50,7 +50,7 @@ def set_fallback(fallback: str) -> None:
     shard_tensor.on_refusal = on_whole_tensors if fallback == "gather" else where_whole
 
 
-def report() -> list[str]:
+def fallback_lines() -> list[str]:
     """Lines that say which operations were computed on whole tensors, and which rules have given whole results."""
     found = {
         "Operations on whole tensors (--domain_fallback gather)": [
@@ -98,7 +98,10 @@ def on_whole_tensors(
     mesh = given[0].spec.mesh
     everywhere = Spec(mesh, ())
     # In memory of their own, which func may change.
-    wholes = [local(replicated(x)).clone() if isinstance(x, ShardTensor) else shared(x, everywhere) for x in leaves]
+    wholes = [
+        local(replicate(x)).clone() if isinstance(x, ShardTensor) else scale_grad_by_replicas(x, everywhere)
+        for x in leaves
+    ]
     name = name_of(func)
     if not torch.compiler.is_compiling():
         _count(name, leaves, wholes)
@@ -147,12 +150,12 @@ def _write_back(x, w, refusal):
     elif x.spec.partial or w.shape != x.spec.shape:
         raise refusal
     else:
-        dispatch(Tensor.copy_, written(x), to_spec(_as_copy(w, x.spec.mesh), x.spec))
+        dispatch(Tensor.copy_, check_writable(x), to_spec(_as_copy(w, x.spec.mesh), x.spec))
 
 
 def _as_copy(y, mesh):
     """A whole tensor that every rank has, as a ShardTensor."""
-    return wrap(y, Spec(mesh, tuple(map(whole, y.shape))))
+    return wrap(y, Spec(mesh, tuple(map(unsplit_axes, y.shape))))
 
 
 def _split(y: Tensor, specs: Sequence[Spec], mesh: Mesh) -> ShardTensor:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distributed.collectives import all_to_all, copy_to_region, divide_gradient, reduce_from_region
 from distributed.shard.redistribute import recut, sizes_of
-from distributed.shard.spec import Axes, Mesh, Pieces, Spec, as_mesh, over, part_of, spec_of, whole
+from distributed.shard.spec import Axes, Mesh, Pieces, Spec, as_mesh, mesh_dims_of, part_of, spec_of, unsplit_axes
 from distributed.shard.tensor import MaybeTensor, ShardTensor, find_libraries, local, no_rule, wrap
 from utils.torch_private import group_named
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
 Operand = TypeVar("Operand")
-redistributed = ShardTensor.redistribute
-replicated = ShardTensor.replicate
+redistribute = ShardTensor.redistribute
+replicate = ShardTensor.replicate
 
 
 def global_shape(x: Tensor) -> torch.Size:
@@ -32,7 +32,7 @@ def gradient_spec(spec: Spec) -> Spec:
     return spec.derived(("gradient",), lambda: spec.with_dims(spec.dims, ())) if spec.partial else spec
 
 
-def written(x: ShardTensor) -> ShardTensor:
+def check_writable(x: ShardTensor) -> ShardTensor:
     """The tensor that an in-place operation has changed. Raises no_rule where another should have changed with it."""
     if x.copied_from:
         why = f"in place on what {x.copied_from} copied from whole tensors"
@@ -40,7 +40,7 @@ def written(x: ShardTensor) -> ShardTensor:
     return x
 
 
-def reduced(x: Operand) -> Operand:
+def sum_partial(x: Operand) -> Operand:
     """Sum up a partial ShardTensor, so that nonlinear operations may follow; return anything else unchanged."""
     if not isinstance(x, ShardTensor) or not x.spec.partial:
         return x
@@ -51,7 +51,7 @@ def reduced(x: Operand) -> Operand:
     return whole_sum
 
 
-def shared(x: MaybeTensor, spec: Spec) -> MaybeTensor:
+def scale_grad_by_replicas(x: MaybeTensor, spec: Spec) -> MaybeTensor:
     """Prepare a plain tensor, such as a weight, for an operation whose result has this spec.
 
     If several ranks hold the same result, each of them computes the whole gradient of the weight, not a part. The
@@ -64,12 +64,12 @@ def shared(x: MaybeTensor, spec: Spec) -> MaybeTensor:
     return x
 
 
-def copied(x: Tensor, spec: Spec) -> ShardTensor:
+def as_replicated(x: Tensor, spec: Spec) -> ShardTensor:
     """A plain tensor as a ShardTensor on the mesh of `spec`, of which every rank holds a copy; others unchanged."""
     if isinstance(x, ShardTensor):
         return x
-    spec = spec.with_dims(map(whole, x.shape), ())
-    return wrap(shared(x, spec), spec)
+    spec = spec.with_dims(map(unsplit_axes, x.shape), ())
+    return wrap(scale_grad_by_replicas(x, spec), spec)
 
 
 def common_spec(tensors: Sequence[Tensor]) -> Spec:
@@ -93,14 +93,14 @@ def joint_axes(
     parts: (Spec, label of each dimension). sizes: {label: size}; a tensor with another size broadcasts. used: the mesh
     dimensions that split something already; those of the axes are added.
     """
-    axes = {name: whole(size) for name, size in sizes.items()}
+    axes = {name: unsplit_axes(size) for name, size in sizes.items()}
     # Dimensions that no tensor splits keep the axes of a tensor: these come second.
     for wants_split in (True, False):
         for spec, names in parts:
             for name, size, own in zip(names, spec.shape, spec.dims, strict=True):
-                by = over(own)
+                by = mesh_dims_of(own)
                 broadcasts = size != sizes[name]
-                is_taken = by & used or over(axes[name])
+                is_taken = by & used or mesh_dims_of(axes[name])
                 if bool(by) == wants_split and not broadcasts and not is_taken:
                     axes[name] = own
                     used |= by
@@ -124,16 +124,16 @@ def to_spec(x: ShardTensor, spec: Spec) -> ShardTensor:
         return wrap(local(x), spec)
     # The same axes in other pieces: cut them again.
     axes = _split_axes(x.spec)
-    has_none_ahead = not any(axis.ahead for axis in axes)
+    has_no_prefix = not any(axis.prefix for axis in axes)
     same_axes = [_without_sizes(a) for a in axes] == [_without_sizes(a) for a in _split_axes(spec)]
-    if same_axes and x.spec.partial == spec.partial and has_none_ahead:
+    if same_axes and x.spec.partial == spec.partial and has_no_prefix:
         part, new = recut(local(x), x.spec, sizes_of(spec))
         if split_alike(new, spec):
             return wrap(part, spec)
     has_products = any(len(axes_of_dim) > 1 for axes_of_dim in spec.dims)
     if not has_products:
-        return redistributed(x, spec.placements, sizes_of(spec))
-    full = used_apart(replicated(x), spec)
+        return redistribute(x, spec.placements, sizes_of(spec))
+    full = sum_grad_over_replicas(replicate(x), spec)
     return wrap(part_of(full, spec), spec)
 
 
@@ -144,10 +144,10 @@ def _split_axes(spec):
 
 def _without_sizes(axis):
     """What two axes must have in common to be the same axis in other pieces."""
-    return axis.size, axis.mesh_dim, axis.ahead
+    return axis.size, axis.mesh_dim, axis.prefix
 
 
-def used_apart(x: ShardTensor, spec: Spec) -> Tensor:
+def sum_grad_over_replicas(x: ShardTensor, spec: Spec) -> Tensor:
     """The local part of x, of which ranks use their copies for other parts of a result: their gradients are summed."""
     part = local(x)
     apart = []
@@ -159,7 +159,7 @@ def used_apart(x: ShardTensor, spec: Spec) -> Tensor:
     return part
 
 
-def fitted(x: Tensor, spec: Spec, result: Spec | None = None) -> Tensor:
+def local_operand(x: Tensor, spec: Spec, result: Spec | None = None) -> Tensor:
     """The local part of an operand, which broadcasts against a tensor with this spec: by default that of the result."""
     result = result or spec
     ahead = len(spec.dims) - x.dim()  # dimensions that the operand does not have
@@ -169,8 +169,8 @@ def fitted(x: Tensor, spec: Spec, result: Spec | None = None) -> Tensor:
         broadcasts = n == 1 and size != 1
         wanted.append(() if broadcasts else axes)
     if not isinstance(x, ShardTensor):
-        return part_of(shared(x, result), spec.with_dims(wanted, ()))
-    return used_apart(to_spec(x, x.spec.with_dims(wanted)), result)
+        return part_of(scale_grad_by_replicas(x, result), spec.with_dims(wanted, ()))
+    return sum_grad_over_replicas(to_spec(x, x.spec.with_dims(wanted)), result)
 
 
 def scatter_tensor(
@@ -211,4 +211,4 @@ def scatter_tensor(
     received = [0] * group.size
     received[src] = spec.local_shape.numel()
     part = all_to_all(flat, sent, tuple(received), group).view(spec.local_shape)
-    return wrap(shared(part, spec), spec)
+    return wrap(scale_grad_by_replicas(part, spec), spec)

@@ -23,7 +23,7 @@ from distributed.collectives import (
     scatter_to_region,
 )
 from distributed.halo import HaloExchange, bounds
-from distributed.shard.spec import CannotSplit, Pieces, Spec, cut_over, merged, over, whole
+from distributed.shard.spec import CannotSplit, Pieces, Spec, cut_over, merged, mesh_dims_of, unsplit_axes
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -66,7 +66,7 @@ def redistribute(
 
 def _is_free(spec, m, target):
     """Tell whether no mesh dimension but m splits the dimension that m is to split."""
-    return not target.is_shard() or over(spec.dims[target.dim]) <= {m}
+    return not target.is_shard() or mesh_dims_of(spec.dims[target.dim]) <= {m}
 
 
 def _change(local, spec, m, target, sizes):
@@ -101,7 +101,7 @@ def sizes_of(spec: Spec) -> dict[int, Sizes]:
 
 def _cut(spec, dim, m, sizes):
     """(spec, sizes) after mesh dimension m splits a dimension."""
-    if over(spec.dims[dim]):
+    if mesh_dims_of(spec.dims[dim]):
         raise CannotSplit(f"dimension {dim} of {spec} is split already: it cannot be split over two mesh dimensions")
     (axis,) = cut_over(spec.mesh, m, spec.shape[dim], sizes)
     return spec.with_axes(dim, (axis,)), axis.sizes
@@ -118,8 +118,8 @@ def _gather(local, spec, m):
     left = (*axes[:place], gathered_axis, *axes[place + 1 :])
 
     # Elements ahead of the product of axes are apart: the first rank has them.
-    ahead = axes[0].ahead
-    head = local.narrow(dim, 0, ahead if spec.is_first(axes) else 0)
+    prefix = axes[0].prefix
+    head = local.narrow(dim, 0, prefix if spec.is_first(axes) else 0)
     is_product = len(axes) > 1
     if is_product:
         local = local.narrow(dim, head.shape[dim], local.shape[dim] - head.shape[dim])
@@ -127,9 +127,9 @@ def _gather(local, spec, m):
     local = gather_from_region(local, dim + place, sizes, group)
     if is_product:
         local = local.flatten(dim, dim + len(axes) - 1)
-    if ahead and spec.is_first(left):
+    if prefix and spec.is_first(left):
         of_others = [0] * (group.size - 1)
-        head = gather_from_region(head, dim, (ahead, *of_others), group)
+        head = gather_from_region(head, dim, (prefix, *of_others), group)
         local = torch.cat([head, local], dim)
     return local, spec.with_axes(dim, merged(left))
 
@@ -155,7 +155,7 @@ def _exchange(local, spec, m, dim, sizes):
     if len(spec.dims[old]) > 1:  # a product of axes is not in one piece
         return _change(*_gather(local, spec, m), m, Shard(dim), sizes)
     (before,) = spec.dims[old]
-    new, sizes = _cut(spec.with_axes(old, whole(before.size)), dim, m, sizes)
+    new, sizes = _cut(spec.with_axes(old, unsplit_axes(before.size)), dim, m, sizes)
     if old == dim:
         return HaloExchange(local, dim, before.sizes, bounds(sizes), group).rows(), new
 

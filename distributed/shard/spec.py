@@ -37,7 +37,7 @@ class Axis(NamedTuple):
     size: int
     mesh_dim: Any = None  # an int if sizes are given
     sizes: Sizes | None = None
-    ahead: int = 0  # of the outermost of several axes: elements in front of their product
+    prefix: int = 0  # of the outermost of several axes: elements in front of their product
 
 
 Derived = TypeVar("Derived")
@@ -101,12 +101,12 @@ class Spec:
         self._derived: dict[tuple, Any] = {}
         shape = []
         for axes in dims:
-            ahead = axes[0].ahead if axes else 0
-            shape.append(ahead + math.prod([axis.size for axis in axes]))
+            prefix = axes[0].prefix if axes else 0
+            shape.append(prefix + math.prod([axis.size for axis in axes]))
         self.shape = torch.Size(shape)
-        self.local_shape = torch.Size([self.held(axes) for axes in dims])  # of this rank
-        self.split_dims = tuple([dim for dim, axes in enumerate(dims) if over(axes)])
-        used = over(*dims).union(partial)
+        self.local_shape = torch.Size([self.local_length(axes) for axes in dims])  # of this rank
+        self.split_dims = tuple([dim for dim, axes in enumerate(dims) if mesh_dims_of(axes)])
+        used = mesh_dims_of(*dims).union(partial)
         # Ranks that hold the same local tensor:
         self.copies = math.prod([group.size for m, group in enumerate(mesh.groups) if m not in used])
 
@@ -173,7 +173,7 @@ class Spec:
         axes = self.dims[dim]
         if len(axes) == 1 and axes[0].sizes is not None:
             return axes[0].sizes, self.mesh.groups[axes[0].mesh_dim]
-        if over(axes):
+        if mesh_dims_of(axes):
             raise CannotSplit(f"dimension {dim} is a product of axes {[a.size for a in axes]} and not in one piece")
         return None
 
@@ -202,7 +202,7 @@ class Spec:
         dims = list(self.dims)
         for dim, size in sizes.items():
             if isinstance(size, int):
-                dims[dim] = whole(size)
+                dims[dim] = unsplit_axes(size)
             else:
                 axis = dims[dim][0]
                 dims[dim] = (axis._replace(size=sum(size), sizes=size),)
@@ -210,18 +210,18 @@ class Spec:
 
     def shares(self, *dims: int) -> Shares:
         """(elements of dims on each rank, Group) of the ranks among which dims are split; None if all are whole."""
-        split = over(*[self.dims[dim] for dim in dims])
+        split = mesh_dims_of(*[self.dims[dim] for dim in dims])
         if not split:
             return None
         (group,) = self.mesh.groups_of(split)
         elements = []
         for rank in self.ranks(*dims):
-            elements.append(math.prod([self.held(self.dims[dim], rank) for dim in dims]))
+            elements.append(math.prod([self.local_length(self.dims[dim], rank) for dim in dims]))
         return tuple(elements), group
 
     def ranks(self, *dims: int) -> list[int]:
         """The ranks among which dims are split, counted in row-major order; [0] if they are whole."""
-        split = over(*[self.dims[dim] for dim in dims])
+        split = mesh_dims_of(*[self.dims[dim] for dim in dims])
         others = [m for m in range(len(self.mesh.groups)) if m not in split]
         ranks = []
         for rank in range(self.mesh.joint.size):
@@ -230,21 +230,21 @@ class Spec:
                 ranks.append(rank)
         return ranks
 
-    def held(self, axes: Axes, rank: int | None = None) -> int:
+    def local_length(self, axes: Axes, rank: int | None = None) -> int:
         """How many elements of a dimension with these axes a rank holds, by default this one."""
-        ahead = axes[0].ahead if axes and self.is_first(axes, rank) else 0
-        return ahead + math.prod(self.local_axes(axes, rank))
+        prefix = axes[0].prefix if axes and self.is_first(axes, rank) else 0
+        return prefix + math.prod(self.local_axes(axes, rank))
 
     def __repr__(self) -> str:
         return f"Spec({tuple(self.shape)}, {', '.join(map(str, self.placements))})"
 
 
-def over(*dims: Iterable[Axis]) -> set[int]:
+def mesh_dims_of(*dims: Iterable[Axis]) -> set[int]:
     """The mesh dimensions that split any of the axes of some dimensions."""
     return {axis.mesh_dim for axis in chain(*dims) if axis.sizes is not None}
 
 
-def whole(size: int) -> Axes:
+def unsplit_axes(size: int) -> Axes:
     """The axes of a dimension that is not split."""
     return (Axis(size),) if size != 1 else ()
 
@@ -256,7 +256,7 @@ def merged(axes: Iterable[Axis]) -> Axes:
     """
     result: list[Axis] = []
     for axis in axes:
-        if axis.size == 1 and axis.sizes is None and not axis.ahead:
+        if axis.size == 1 and axis.sizes is None and not axis.prefix:
             continue
         if result and axis.sizes is None:  # pieces of the outer axis stay contiguous
             outer = result[-1]
@@ -264,15 +264,15 @@ def merged(axes: Iterable[Axis]) -> Axes:
             result[-1] = outer._replace(size=outer.size * axis.size, sizes=sizes)
         else:
             result.append(axis)
-    if len(result) == 1 and result[0].ahead:
-        size, mesh_dim, sizes, ahead = result[0]
-        if sizes:  # the first rank holds what is ahead
-            sizes = (sizes[0] + ahead, *sizes[1:])
-        return (Axis(size + ahead, mesh_dim, sizes),)
+    if len(result) == 1 and result[0].prefix:
+        size, mesh_dim, sizes, prefix = result[0]
+        if sizes:  # the first rank holds the prefix
+            sizes = (sizes[0] + prefix, *sizes[1:])
+        return (Axis(size + prefix, mesh_dim, sizes),)
     return tuple(result)
 
 
-def ahead_of(axes: Axes, count: int) -> Axes:
+def prefix_axes(axes: Axes, count: int) -> Axes:
     """The axes of `count` elements, all of which the first of the ranks holds among which `axes` are split."""
     result: list[Axis] = []
     for axis in axes:
@@ -301,7 +301,7 @@ def spec_of(
 
     mesh = as_mesh(mesh)
     sizes = sizes or {}
-    dims = [whole(n) for n in shape]
+    dims = [unsplit_axes(n) for n in shape]
     partial = []
     if len(placements) != len(mesh.groups):
         raise ValueError(f"{len(placements)} placements for a mesh of {len(mesh.groups)} dimensions")
@@ -345,10 +345,10 @@ def part_of(full: Tensor, spec: Spec, rank: int | None = None) -> Tensor:
         broadcasts = full.shape[dim] == 1 and spec.shape[dim] != 1
         if broadcasts:
             continue
-        ahead = axes[0].ahead
+        prefix = axes[0].prefix
         is_product = len(axes) > 1
         before = full
-        full = full.narrow(dim, ahead, full.shape[dim] - ahead)
+        full = full.narrow(dim, prefix, full.shape[dim] - prefix)
         if is_product:
             full = full.unflatten(dim, [axis.size for axis in axes])  # (..., each axis, ...)
         for place, axis in enumerate(axes):
@@ -357,6 +357,6 @@ def part_of(full: Tensor, spec: Spec, rank: int | None = None) -> Tensor:
                 full = full.narrow(dim + place, sum(axis.sizes[:at]), axis.sizes[at])
         if is_product:
             full = full.flatten(dim, dim + len(axes) - 1)
-        if ahead and spec.is_first(axes, rank):
-            full = torch.cat([before.narrow(dim, 0, ahead), full], dim)
+        if prefix and spec.is_first(axes, rank):
+            full = torch.cat([before.narrow(dim, 0, prefix), full], dim)
     return full

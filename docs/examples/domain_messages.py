@@ -9,7 +9,7 @@ import torch
 
 from distributed.attention import METHODS
 from tools.instruments.tracker import Messages, by_phase
-from tools.planner.trace import measured
+from tools.planner.trace import observe_step
 from tools.tables import format_table
 from training.assembly import build_step, random_batch
 from utils import comm
@@ -38,7 +38,7 @@ def counted(config: Config) -> Messages:
     x, y = random_batch(step.task, CPU)
     for i in range(5):  # in the first steps DDP arranges its buckets
         step(i, x, y)
-    return by_phase(measured(step, x, y).messages)
+    return by_phase(observe_step(step, x, y).messages)
 
 
 def in_words(messages: dict[str, tuple[float, float]]) -> str:

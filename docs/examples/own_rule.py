@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from distributed.shard_tensor import ShardTensor, local, no_rule, redistributed, reduced, rule, scatter_tensor, wrap
+from distributed.shard_tensor import ShardTensor, local, no_rule, redistribute, rule, scatter_tensor, sum_partial, wrap
 from tools.instruments.counting import CollectiveCounter
 
 
@@ -22,9 +22,9 @@ def ihfft(
     """Along a whole dimension each rank transforms its own rows; a split one is gathered first."""
     if n is not None:
         raise no_rule(func, (input,), {}, "n= is not supported")
-    x, dim = reduced(input), dim % len(input.spec.dims)
+    x, dim = sum_partial(input), dim % len(input.spec.dims)
     if x.spec.is_split(dim):
-        x = redistributed(x, [Replicate() if p == Shard(dim) else p for p in x.spec.placements])
+        x = redistribute(x, [Replicate() if p == Shard(dim) else p for p in x.spec.placements])
     part, waves = local(x), x.spec.shape[dim] // 2 + 1
     out = part.narrow(dim, 0, waves).to(part.dtype.to_complex())
     if part.numel():  # a rank may have no rows, and not every library takes that

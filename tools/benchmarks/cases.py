@@ -19,8 +19,8 @@ from tools.instruments.pool import OutOfMemory, Process
 from tools.instruments.rank_case import WARMUP_STEPS, RankCase
 from tools.instruments.team import Case, Teams
 from tools.instruments.tracker import by_phase
-from tools.planner.trace import HELD, measured, measured_inference
-from utils.device import empty_cache, library, select_device
+from tools.planner.trace import HELD, measured_inference, observe_step
+from utils.device import device_module, empty_cache, select_device
 from utils.errors import UsageError
 
 MEMORY = (*HELD, "parameters at most", "peak")
@@ -52,12 +52,12 @@ def turn(
 ) -> list[dict[str, Any]] | None:
     """The figures of every rank; None where one has run out of memory."""
     try:
-        return teams.call(case.ranks, measure, case, steps, limit, first, inference)
+        return teams.call(case.ranks, measure_case, case, steps, limit, first, inference)
     except OutOfMemory:
         return None
 
 
-def measure(
+def measure_case(
     rank: Process,
     case: Case,
     steps: int,
@@ -69,7 +69,7 @@ def measure(
 
     inference: forward passes without gradients, in place of training steps.
     """
-    gpu = library(rank.device, "max_memory_allocated", "set_per_process_memory_fraction")
+    gpu = device_module(rank.device, "max_memory_allocated", "set_per_process_memory_fraction")
     if gpu:
         gpu.empty_cache()  # ranks of other layouts use the same devices
         total = gpu.get_device_properties(rank.device).total_memory
@@ -84,7 +84,7 @@ def measure(
         peak = gpu.max_memory_allocated() - before if gpu else 0  # its allocator knows better
         step, x = built.step, built.x
         curve: list[tuple[str, int]] = []
-        trace = measured_inference(step, x) if inference else measured(step, x, built.y, curve)
+        trace = measured_inference(step, x) if inference else observe_step(step, x, built.y, curve)
         memory = {name: trace.held.get(name) for name in MEMORY} | {"peak": peak or trace.memory["peak"]}
         if case.config.tp_backend == "dtensor":  # a saved DTensor has the size of the whole, not of its part
             memory["activations"] = None

@@ -32,7 +32,7 @@ from training.step import AMP_DTYPES
 from training.tasks import build_task
 from training.timing import PHASES, PhaseTimes
 from utils.config import load_config, read_mappings
-from utils.device import empty_cache, library, peak_memory_bytes, select_device
+from utils.device import device_module, empty_cache, peak_memory_bytes, select_device
 from utils.errors import UsageError, first_line
 from utils.files import write_json
 from utils.schema import Config
@@ -239,7 +239,7 @@ def _turn(rank: Process, steps: int) -> dict[str, Any]:
     dtype = AMP_DTYPES.get(rank.kept["step"].config.amp_mode, torch.float32)
     matmul = matmul_flops_per_sec(rank.device, dtype)
     empty_cache(rank.device)
-    if gpu := library(rank.device, "reset_peak_memory_stats"):
+    if gpu := device_module(rank.device, "reset_peak_memory_stats"):
         gpu.reset_peak_memory_stats(rank.device)
     losses = torch.stack(rank.kept["losses"]).tolist()
     return {

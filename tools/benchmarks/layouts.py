@@ -23,7 +23,7 @@ from tools.benchmarks.cases import check_machine, row_of, turn
 from tools.benchmarks.turns import in_turns
 from tools.instruments.rank_case import build_case
 from tools.instruments.team import Case, Teams
-from tools.instruments.tracker import PHASES
+from tools.instruments.tracker import PASSES
 from tools.pictures import draw_bars, finish, panels, save
 from tools.planner.trace import HELD, STATES
 from tools.tables import GIB, MIB, format_tables, machine
@@ -87,7 +87,7 @@ def run(
                 own_memory: Any = row["memory"]
                 row["reduction"] = first_memory["peak"] / own_memory["peak"]
         rows += of_group
-    passes = [row | sent_in(row, phase) | {"pass": phase} for row in rows for phase in PHASES if row.get("seconds")]
+    passes = [row | sent_in(row, phase) | {"pass": phase} for row in rows for phase in PASSES if row.get("seconds")]
     shown = [in_columns(row) for row in rows]
     with_messages = [row for row in passes if row["kinds"]]
     if inference:
@@ -209,7 +209,7 @@ def write_picture(path: str, figures: dict[str, Any]) -> None:
     finish(held, title=f"{figures['config']}: memory of a rank", xlabel="MiB")
     draw_bars(speed, DataFrame({"all ranks": [row["samples_per_sec"] for row in rows]}, labels))
     finish(speed, title="speed", xlabel="samples/s")
-    draw_bars(sent, DataFrame([{p: sent_in(row, p)["sent"] for p in PHASES} for row in rows], labels))
+    draw_bars(sent, DataFrame([{p: sent_in(row, p)["sent"] for p in PASSES} for row in rows], labels))
     finish(sent, title="sent by a rank in a step", xlabel="MiB")
     save(figure, path)
 

@@ -23,7 +23,7 @@ from tools.compositions.drawing import Draws
 from tools.compositions.judge import EQUAL, FINDING, HANG_SECONDS, NUMBERS, REFUSED, Judge, Verdict
 from tools.planner.layouts import SPLITS
 from utils.config import parse_command_line
-from utils.errors import INTERRUPTED_STATUS, ArgumentParser, UsageError, real, whole
+from utils.errors import INTERRUPTED_STATUS, ArgumentParser, UsageError, float_in_range, int_in_range
 from utils.files import write_json
 
 MOST_SHRINKING = 40  # runs to make a finding smaller
@@ -173,7 +173,7 @@ def named_composition(ranks: int, words: Sequence[str], then: str | None) -> Com
     others = None
     if then is not None:
         parser = ArgumentParser(prog="--then", allow_abbrev=False)
-        parser.add_argument("--ranks", type=whole(1, 64), default=1)
+        parser.add_argument("--ranks", type=int_in_range(1, 64), default=1)
         known, rest = parser.parse_known_args(shlex.split(then))
         others = tuple(choices_of(known.ranks, rest))
     return Composition(tuple(choices), others)
@@ -208,10 +208,10 @@ def main(argv: Sequence[str]) -> int:
     )
     option = parser.add_argument
     option("--all", action="store_true", help="compositions of options, in place of --layouts")
-    option("--minutes", type=real(0, 10**4), default=20, help="how long to draw compositions (%(default)s)")
-    option("--seed", type=whole(0, 2**32), help="of what is drawn; a number that is told, unless given")
-    option("--patience", type=real(1, 10**4), default=HANG_SECONDS, help="seconds of a hang (%(default)s)")
-    option("--ranks", type=whole(1, 64), help="run the one composition that the options name, on so many ranks")
+    option("--minutes", type=float_in_range(0, 10**4), default=20, help="how long to draw compositions (%(default)s)")
+    option("--seed", type=int_in_range(0, 2**32), help="of what is drawn; a number that is told, unless given")
+    option("--patience", type=float_in_range(1, 10**4), default=HANG_SECONDS, help="seconds of a hang (%(default)s)")
+    option("--ranks", type=int_in_range(1, 64), help="run the one composition that the options name, on so many ranks")
     option("--then", metavar="WORDS", help="with --ranks: the layout that goes on from a checkpoint")
     option("--json", type=Path, metavar="FILE", help="write the report")
     options, words = parser.parse_known_args(argv)

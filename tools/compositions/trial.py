@@ -19,7 +19,7 @@ from tools.instruments.pool import Process
 from tools.instruments.team import Case, use_mesh
 from tools.layout_check.recording import build_wide_step, drop_rounding, own_part, part_of_rank
 from tools.layout_check.saving import load_state, save_state
-from tools.planner.trace import measured
+from tools.planner.trace import observe_step
 from tools.planner.validate import counts
 from training.checkpoint import CheckpointFolder
 from training.step import TrainingStep
@@ -87,7 +87,7 @@ def train(rank: Process, trial: Trial) -> Outcome:
     """Build a training, or refuse it; make its steps, and look at what is there at the end."""
     config = trial.case.config
     try:
-        step = comm.agree(lambda: build_wide_step(config, rank.device))
+        step = comm.raise_on_all_ranks(lambda: build_wide_step(config, rank.device))
         step.task.check_model()
     except UsageError as refusal:
         return Outcome(refused=str(refusal))
@@ -122,7 +122,7 @@ def train(rank: Process, trial: Trial) -> Outcome:
         for hook in hooks:  # its messages are not those of a run
             hook.remove()
         step(trial.stop, *batch)  # the validation has left parameters gathered
-        outcome.counted = counts(measured(step, *batch))
+        outcome.counted = counts(observe_step(step, *batch))
     return outcome
 
 

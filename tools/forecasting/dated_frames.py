@@ -42,7 +42,7 @@ def run_config(
         raise UsageError(f"{folder}: no run there (it has no config.yaml); give the folder of one, like logs/quick/00")
     name = next(iter(read_mappings(file, "configs")), "")
     trained = check_config(read_named_config(file, name), name, f"{file}: {name}")
-    if not isinstance(task_of(trained), forecast.Trained):
+    if not isinstance(task_of(trained), forecast.ForecastTask):
         raise UsageError(f"{folder}: is a run of task {trained.task}, which forecasts nothing")
     # Layout and regularisation of the training do not matter here: the defaults take their place.
     preset = {key: Config.model_fields[key].default for key in keys_that_affect("layout", "training")}

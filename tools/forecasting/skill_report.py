@@ -19,7 +19,7 @@ from weather.grid import HOUR
 from weather.time_axis import show
 
 
-def report(
+def write_report(
     result: Result, out: Path | str, about: dict[str, Any], files: bool, others: Mapping[str, dict[str, Any]]
 ) -> None:
     """Write skill, pictures and animation of a Result to the folder `out`, and print a summary. One rank calls this.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from utils.device import library, synchronize
+from utils.device import device_module, synchronize
 
 HEAD_START = 2048  # side of the products that keep a GPU busy while the host queues what is measured
 
@@ -35,7 +35,7 @@ def device_seconds(
     The host gets a head start: products keep the device busy until all is queued. Two events of the device stand
     around the work.
     """
-    gpu = library(device, "Event")
+    gpu = device_module(device, "Event")
     if gpu is None:
         return timed(device, work, *args)[0]
     a = torch.zeros(HEAD_START, HEAD_START, device=device)

@@ -102,7 +102,7 @@ def are_right(device: torch.device, dtype: torch.dtype) -> dict[str, bool]:
     return right
 
 
-def measure(
+def measure_collective(
     kind: str,
     group: dist.ProcessGroup,
     size: int,
@@ -164,7 +164,7 @@ def all_points(
     for kind in kinds:
         measured = [(0.0, 0.0)] * len(sizes)  # of a rank in no group, so that the largest is that of a group
         if group:
-            measured = [measure(kind, group, size, device) for size in sizes]
+            measured = [measure_collective(kind, group, size, device) for size in sizes]
         table = torch.tensor(measured, dtype=torch.float64).to(device, torch.float32)
         dist.all_reduce(table, dist.ReduceOp.MAX)
         points[kind] = [(float(sent), float(seconds)) for sent, seconds in table.tolist()]

@@ -27,14 +27,14 @@ INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "tensor", "tensors
 
 
 class Watch(TorchDispatchMode):
-    """Context: `saw` is called after each operation, eager or compiled, on the plain tensors that it worked on."""
+    """Context: `on_op` is called after each operation, eager or compiled, on the plain tensors that it worked on."""
 
     @classmethod
     def is_infra_mode(cls) -> bool:
         """True: torch.compile does not run under other modes; what compiled code does comes by here as well."""
         return True
 
-    def saw(
+    def on_op(
         self,
         func: Any,
         args: tuple,
@@ -52,7 +52,7 @@ class Watch(TorchDispatchMode):
     ) -> Any:
         with LocalTensors():  # down here a ShardTensor is its local part
             result = func(*args, **(kwargs or {}))
-            self.saw(func, args, kwargs or {}, result)
+            self.on_op(func, args, kwargs or {}, result)
         return result
 
 
@@ -68,7 +68,7 @@ class CollectiveCounter(Watch):
         self.calls = Counter[str]()
         self.bytes = Counter[str]()
 
-    def saw(
+    def on_op(
         self,
         func: Any,
         args: tuple,

@@ -101,7 +101,7 @@ def seconds_of(
     return statistics.median(device_seconds(device, batch, calls) / calls for _ in range(BATCHES))
 
 
-def measure(
+def measure_operations(
     device: torch.device,
     dtypes: tuple[torch.dtype, ...],
     seconds: float = 0.002,

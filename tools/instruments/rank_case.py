@@ -96,7 +96,7 @@ class RankCase:
         return seconds / steps
 
 
-def held(rank: Process, case: Case) -> RankCase:
+def take_case(rank: Process, case: Case) -> RankCase:
     """On a rank: its RankCase, which it builds and warms up once, and whose turn it is now."""
     key = repr(case)  # each call sends another copy of the case
     if key not in rank.kept:
@@ -109,4 +109,4 @@ def held(rank: Process, case: Case) -> RankCase:
 
 def seconds_of(rank: Process, case: Case) -> float:
     """On a rank: seconds of a step of a case that it holds."""
-    return held(rank, case).seconds(1)
+    return take_case(rank, case).seconds(1)

@@ -23,7 +23,7 @@ from training.step import TrainingStep
 from utils.torch_private import storage_id
 
 aten = torch.ops.aten
-PHASES = ("forward", "backward", "update")
+PASSES = ("forward", "backward", "update")
 # Uses of memory. A storage with several uses counts as the first of them.
 LABELS = ("parameters", "gradients", "optimizer", "activations", "batch", "buffers", "temporaries")
 ATTENTION = "attention"
@@ -101,7 +101,7 @@ class Tracker(Watch):
         """Bytes of those of these storages that still exist."""
         return sum(size for number, size, _ in self.storages.values() if number in numbers)
 
-    def saw(
+    def on_op(
         self,
         func: Any,
         args: tuple,
@@ -313,7 +313,7 @@ Messages = dict[str, dict[str, tuple[float, float]]]  # by phase and kind: colle
 
 def by_phase(*of_ranks: Counter[Message]) -> Messages:
     """{phase: {kind: (collectives, bytes)}} of counted Messages; of several ranks the most of each."""
-    found: Messages = {phase: {} for phase in PHASES}
+    found: Messages = {phase: {} for phase in PASSES}
     for messages in of_ranks:
         calls = Counter[tuple[str, str]]()
         sent = Counter[tuple[str, str]]()

@@ -28,8 +28,8 @@ from utils import comm
 from utils.config import read_mappings
 from utils.schema import Config
 
-GROUPS = ("tp", "cp", "domain", "dp", "image", "dp_image")  # in which ranks may hold parts of one sum
-SIZES = ("dp", "tp", "cp", "domain", "pp", "dp_image")  # by which a number may be wrong
+GROUPS = ("tp", "cp", "domain", "dp", "image", "grad_reduce")  # in which ranks may hold parts of one sum
+SIZES = ("dp", "tp", "cp", "domain", "pp", "grad_reduce")  # by which a number may be wrong
 CAUSES = "config/causes.yaml"
 LATER = "weights after a later step"
 RANDOM = "random numbers: each layout has other streams of them; without them (dropout 0) the rest can be compared"
@@ -122,7 +122,7 @@ def _of_options(apart: Apart, texts: dict[str, str]) -> str:
     config, is_reduced = apart.config, apart.stage not in (BATCH, INITIAL, FORWARD)
     if config.gather_dtype != "none" and apart.stage not in (BATCH, INITIAL):
         return texts["gather_dtype"].format(config.gather_dtype)
-    if config.gradient_compression != "none" and is_reduced and comm.get_size("dp_image") > 1:
+    if config.gradient_compression != "none" and is_reduced and comm.get_size("grad_reduce") > 1:
         return texts["gradient_compression"].format(config.gradient_compression)
     return ""
 
@@ -150,7 +150,7 @@ def _of_pattern(apart: Apart) -> str:
             return explained + right
     if mean_is_right:
         samples = ", or micro-batches are left out" if apart.config.gradient_accumulation > 1 else ""
-        return f"the gradients of the ranks are right, but not averaged over {_group('dp_image')}{samples}"
+        return f"the gradients of the ranks are right, but not averaged over {_group('grad_reduce')}{samples}"
     is_computed = stage not in (BATCH, INITIAL, RELOADED, MOMENTS)
     if is_together and is_computed and not apart.is_of_some and len(set(comm.gather(apart.value.shape))) == 1:
         for group in GROUPS:
@@ -177,7 +177,7 @@ def _mean_is_right(apart: Apart) -> bool:
     if not all(comm.gather(before is not None)):
         return False
     assert before is not None
-    mean = _summed(before.value / comm.get_size("dp_image"), "dp_image")
+    mean = _summed(before.value / comm.get_size("grad_reduce"), "grad_reduce")
     return apart.is_wanted(mean)[apart.ranks[0]]
 
 
@@ -250,7 +250,7 @@ def _by_factor(factor: float, micro_batches: int) -> str:
 
 
 def _group(name: str) -> str:
-    names = {"dp_image": "the data-parallel ranks and those of an image", "image": "the ranks of an image"}
+    names = {"grad_reduce": "the data-parallel ranks and those of an image", "image": "the ranks of an image"}
     return f"{names.get(name, name)} ({comm.get_size(name)} ranks)"
 
 

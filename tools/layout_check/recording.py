@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from distributed.shard.operands import reduced
+from distributed.shard.operands import sum_partial
 from distributed.shard.spec import Spec
 from distributed.shard.tensor import ShardTensor, local
 from distributed.ties import keep_ties
@@ -22,7 +22,7 @@ from training.assembly import build_step
 from training.model import build_model
 from training.step import TrainingStep
 from utils import comm
-from utils.device import library
+from utils.device import device_module
 from utils.sample_order import own_positions
 from utils.schema import Config
 
@@ -81,7 +81,7 @@ def part_of_rank(value: Tensor, spec: Spec | None = None) -> Part:
     spec: of a plain tensor.
     """
     if isinstance(value, ShardTensor):
-        split = reduced(value)
+        split = sum_partial(value)
         value, spec = local(split), split.spec
     if isinstance(value, DTensor):
         value = value.full_tensor()
@@ -299,7 +299,7 @@ class Recorder:
         # A pipeline calls its stages one by one, never the model as a whole.
         self.outermost: list[nn.Module] = [*step.parallel.split.stages] or [self.model]
         # The device draws from a random state of its own, a CPU from torch's.
-        self.random_state = (library(step.device, "get_rng_state") or torch).get_rng_state
+        self.random_state = (device_module(step.device, "get_rng_state") or torch).get_rng_state
         self.last_state = self.random_state()
 
     # Hooks.

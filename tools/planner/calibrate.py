@@ -15,16 +15,16 @@ import torch.distributed as dist
 from tools.instruments import collective_speed, operation_speed
 from tools.instruments.clock import timed
 from tools.instruments.pool import Process
-from tools.instruments.rank_case import RankCase, build_case, held
+from tools.instruments.rank_case import RankCase, build_case, take_case
 from tools.planner.hardware import HARDWARE, MEASURED, Collective, Speeds, gpu_of, read_gpus
 from tools.planner.step_time import StepTime, step_time, wrapped
-from tools.planner.trace import Trace, measured
+from tools.planner.trace import Trace, observe_step
 from tools.tables import machine
 from training.timing import PHASES as STEP_PHASES
 from training.timing import PhaseTimes
 from utils import comm
 from utils.config import read_mappings
-from utils.device import library, peak_memory_bytes
+from utils.device import device_module, peak_memory_bytes
 from utils.errors import ArgumentParser, UsageError
 from utils.files import write_json
 from utils.launch import read_launch
@@ -52,7 +52,7 @@ def usual(rounds: Sequence[Figures]) -> Figures:
     return found
 
 
-def measure(
+def measure_machine(
     rank: Process,
     nodes: Sequence[Sequence[int]],
 ) -> tuple[Figures, dict[str, Any]]:
@@ -77,7 +77,7 @@ def measure(
         if ranks > 1:
             dist.barrier()
         if comm.rank() % size < busy:
-            figures["operations"][busy] = operation_speed.measure(device, DTYPES)
+            figures["operations"][busy] = operation_speed.measure_operations(device, DTYPES)
             figures["phases"][busy] = _seconds_of_phases(tiny["alone"])
 
     # Collectives.
@@ -92,7 +92,7 @@ def measure(
     traces = {}
     for name, case in tiny.items():
         figures["steps"][name] = _seconds_of_phases(case)
-        trace = measured(case.step, case.x, case.y)
+        trace = observe_step(case.step, case.x, case.y)
         traces[name] = case.case, trace
     return figures, traces
 
@@ -112,7 +112,7 @@ def _tiny_steps(rank: Process, ranks: int) -> dict[str, RankCase]:
             f"--global_batch_size={4 * ranks}",
         ]
         case = build_case(name, own["script"], words, ranks)
-        tiny[name] = held(rank, case)
+        tiny[name] = take_case(rank, case)
     return tiny
 
 
@@ -254,7 +254,7 @@ def _seconds_around(phases: Figures, planned: StepTime, calls: int) -> dict[str,
 
 def memory_sizes(device: torch.device, ranks: int) -> dict[str, float]:
     """{key of a Gpu: its value} of the memory of a rank, at the start of a process. ranks: of a node."""
-    gpu = library(device, "mem_get_info", "memory_reserved")
+    gpu = device_module(device, "mem_get_info", "memory_reserved")
     if gpu:
         free, total = gpu.mem_get_info()
         used = total - free - gpu.memory_reserved()
@@ -305,7 +305,7 @@ def main(words: Sequence[str]) -> int:
     for _ in range(ROUNDS):
         if figures and max(comm.gather(time.monotonic() - began)) > MOST_SECONDS:
             break
-        own, traces = measure(rank, nodes)
+        own, traces = measure_machine(rank, nodes)
         figures.append(own)
     if comm.is_main():
         path = MEASURED / f"{name}.json"

@@ -62,7 +62,7 @@ def compare(folder: Path, gpu_name: str | None = None) -> str:
     plan = planned_figures(plan_layout(config, layout, gpu))
 
     # Beside it the run, as far as it was measured.
-    run = measured(folder)
+    run = read_figures(folder)
     planned, found, ratios = {}, {}, {}
     for key, row in read_mappings(ROWS, "figures").items():
         if run[key] is None:
@@ -96,7 +96,7 @@ def planned_figures(plan: Plan) -> dict[str, Any]:
     return plan.to_json() | phases | others
 
 
-def measured(folder: Path) -> dict[str, Any]:
+def read_figures(folder: Path) -> dict[str, Any]:
     """{key of planned_figures: what the run in a folder says of it}: a step without its data, phases, memory, messages.
 
     None: not measured. Raises UsageError where the run has no reading.

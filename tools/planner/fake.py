@@ -204,7 +204,7 @@ class Replica(nn.Module):
         super().__init__()
         self.module, self.device, self.wanted = module, device, True
         self.reducer = SimpleNamespace(prepare_for_backward=lambda outputs: None)  # which a pipeline calls
-        self.group, self.compressed = comm.get_group("dp_image"), options.gradient_compression == "bf16"
+        self.group, self.compressed = comm.get_group("grad_reduce"), options.gradient_compression == "bf16"
         self.fixed = bool(split.stages)  # DDP looks for unused parameters: the first order stays
         self.limit = int(options.bucket_cap_mb * 2**20)
         self.parameters_in_buckets: list[nn.Parameter] = []

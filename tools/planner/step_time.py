@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from distributed.data_parallel import SHARDED
-from tools.instruments.tracker import ATTENTION, PHASES
+from tools.instruments.tracker import ATTENTION, PASSES
 from tools.planner.collective_time import collective_time, node_shapes
 from tools.planner.hardware import Gpu
 from tools.planner.operation_time import COMPILED_LAUNCHES, OperationTimes
 from tools.planner.trace import Trace
+from utils.config import SHARDED
 from utils.errors import UsageError
 from utils.layout import Layout
 from utils.schema import Config
@@ -284,10 +284,10 @@ class _Rank:
         """Seconds in which the host launches operations: a lower bound, on a CPU beside computing."""
         measured = self.gpu.measured
         # Seconds of an operation by phase.
-        each = dict.fromkeys(PHASES, self.gpu.launch)
+        each = dict.fromkeys(PASSES, self.gpu.launch)
         if measured:
             each = measured.speeds(self.ranks_of_a_node).host
-        seconds = dict.fromkeys(PHASES, 0.0)
+        seconds = dict.fromkeys(PASSES, 0.0)
         if self.gpu.device == "cpu" and measured:
             # What is around a model was measured by itself.
             for name, calls in wrapped(self.trace, collectives, self.config).items():
@@ -296,14 +296,14 @@ class _Rank:
                     seconds[phase] += calls * own * self.late
         else:
             launch = host_seconds(self.config, fmean(each.values()))
-            each = dict.fromkeys(PHASES, launch)
+            each = dict.fromkeys(PASSES, launch)
             for collective in collectives:
                 seconds[collective["phase"]] += collective["count"] * launch * self.late
         for operation, calls in self.trace.operations.items():
             seconds[operation.phase] += calls * each[operation.phase] * self.late
         if self.inference:
             # What was measured around training steps has other phases too.
-            return dict.fromkeys(PHASES, 0.0) | {"forward": seconds["forward"]}
+            return dict.fromkeys(PASSES, 0.0) | {"forward": seconds["forward"]}
         return seconds
 
     def bubble(self, waited: float, computing: Table) -> float:
@@ -329,7 +329,7 @@ def _total(table: Table, but: str) -> float:
 
 
 def _by_phase(table: Table) -> dict[str, float]:
-    sums = dict.fromkeys(PHASES, 0.0)
+    sums = dict.fromkeys(PASSES, 0.0)
     for (phase, _), seconds in table.items():
         sums[phase] += seconds
     return sums

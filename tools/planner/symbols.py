@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from distributed.data_parallel import SHARDED
 from networks.vit import patch_grid
+from utils.config import SHARDED
 from utils.layout import Layout
 from utils.schema import Config
 

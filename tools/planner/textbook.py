@@ -422,7 +422,7 @@ def _add_pipeline(s: Symbols, sent: Messages) -> None:
 
 def _replica_group(s: Symbols) -> str:
     """Name of the group of all ranks with the same weights."""
-    return "dp_image" if s.c > 1 else "dp"
+    return "grad_reduce" if s.c > 1 else "dp"
 
 
 def _shard_group(s: Symbols) -> str:

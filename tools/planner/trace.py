@@ -40,7 +40,7 @@ MOST, MOST_OF_DDP = 4, 16  # deepest stages that are traced in full; how DDP cut
 
 # Dimensions of the mesh and combined ones. A group that lies along several is named after the first.
 GROUPS = (
-    "tp", "cp", "pp", "domain", "domain_lat", "domain_lon", "dp", "dp_shard", "dp_replicate", "image", "dp_image",
+    "tp", "cp", "pp", "domain", "domain_lat", "domain_lon", "dp", "dp_shard", "dp_replicate", "image", "grad_reduce",
     "dp_shard_image", "tp_pp",
 )  # fmt: skip
 
@@ -175,10 +175,10 @@ def _trace(config, layout, rank, device_type, inference):
                 return measured_inference(step, x)
             with Tracker():  # in it a fake ShardTensor is its local part
                 step(0, x, y)  # from now on the optimizer has a state
-            return measured(step, x, y)
+            return observe_step(step, x, y)
 
 
-def measured(
+def observe_step(
     step: TrainingStep,
     x: Tensor,
     y: Tensor,

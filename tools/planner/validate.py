@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tools.instruments.pool import Process
-from tools.instruments.rank_case import build_case, held, seconds_of
+from tools.instruments.rank_case import build_case, seconds_of, take_case
 from tools.instruments.team import Case, Teams
 from tools.planner import calibrate
 from tools.planner.compare import beside
@@ -20,7 +20,7 @@ from tools.planner.hardware import gpu_of
 from tools.planner.plan import plan_layout
 from tools.planner.plan_text import layout_words
 from tools.planner.search import Request, best_layouts
-from tools.planner.trace import HELD, Trace, measured, trace_step
+from tools.planner.trace import HELD, Trace, observe_step, trace_step
 from tools.tables import MIB, format_tables
 from utils.config import read_mappings
 from utils.errors import run_main
@@ -98,8 +98,8 @@ def counts(trace: Trace) -> Counter[Any]:
 
 def real_trace(rank: Process, case: Case) -> Trace:
     """On a rank: the Trace of a real step."""
-    own = held(rank, case)
-    return measured(own.step, own.x, own.y)
+    own = take_case(rank, case)
+    return observe_step(own.step, own.x, own.y)
 
 
 def validate(rounds: int = ROUNDS) -> int:
@@ -122,7 +122,7 @@ def validate(rounds: int = ROUNDS) -> int:
         # The machine and the layouts, in turns.
         figures: list[calibrate.Figures] = []
         for _ in range(rounds):
-            own, traces = teams.call(RANKS, calibrate.measure, [range(RANKS)])[0]
+            own, traces = teams.call(RANKS, calibrate.measure_machine, [range(RANKS)])[0]
             figures.append(own)
             take_turns(cases)
 

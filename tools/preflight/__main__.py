@@ -22,7 +22,7 @@ except ImportError as error:
 from tools.preflight.checks import CHECKS, Results
 from tools.preflight.rendezvous import Absent, CheckResult, Rendezvous, limited, merge
 from utils.comm import run_ranks
-from utils.errors import FAILED_STATUS, ArgumentParser, UsageError, first_line, real
+from utils.errors import FAILED_STATUS, ArgumentParser, UsageError, first_line, float_in_range
 from utils.launch import read_launch
 from utils.rank_failure import exit_at_once
 
@@ -86,7 +86,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     option("--expdir", default="logs", metavar="FOLDER", help="where runs are written (%(default)s)")
     option("--train_data_path", metavar="FOLDER", help="folder of the data, searched for .h5 files (data)")
     option("--device", default="auto", metavar="NAME", help="as in training: cpu, cuda, ... (%(default)s)")
-    option("--timeout", type=real(0.1, 1e6), default=30, metavar="S", help="seconds to wait for ranks (%(default)s)")
+    option(
+        "--timeout",
+        type=float_in_range(0.1, 1e6),
+        default=30,
+        metavar="S",
+        help="seconds to wait for ranks (%(default)s)",
+    )
     for name in OTHER_PATHS:
         option(f"--{name}_path", help=argparse.SUPPRESS)
     return parser.parse_args(argv)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tools.instruments import collective_speed
 from tools.preflight.rendezvous import CheckResult, Rendezvous
 from utils.config import ROOT, read_mappings
-from utils.device import backend_for, built_for, driver, library, physical_name, select_device
+from utils.device import backend_for, built_for, device_module, driver, physical_name, select_device
 from utils.errors import first_line
 from utils.files import whole_file
 from utils.launch import interface_addresses, name_gloo_interface
@@ -60,7 +60,7 @@ def devices(options: Namespace, ranks: Rendezvous) -> Results:
         yield CheckResult("ok", "devices", "training runs on the CPU")
         return
     level, message = "ok", f"{torch.accelerator.device_count()} x {device.type}"
-    if gpu := library(device, "mem_get_info"):
+    if gpu := device_module(device, "mem_get_info"):
         free, total = (size / 2**30 for size in gpu.mem_get_info(device))
         level = "ok" if free > 0.9 * total else "warn"
         message += f" {gpu.get_device_name(device)}, {free:.0f} of {total:.0f} GiB free, {built_for()}, "

@@ -19,8 +19,12 @@ def build_task(config: Config) -> Task:
 
 
 def task_of(config: Config) -> Task:
-    """The class `Trained` of training/tasks/<task>.py, for this config: build_task without a look at the model."""
+    """The task of a config without a look at the model: class <Name>Task of training/tasks/<name>.py."""
     known = [module.name for module in pkgutil.iter_modules(__path__) if module.name not in COMMON]
     if config.task not in known:
         raise UsageError(f"task '{config.task}'{nearest(config.task, known)}: there are {', '.join(known)}")
-    return importlib.import_module(f"{__name__}.{config.task}").Trained(config)
+    module = importlib.import_module(f"{__name__}.{config.task}")
+    words = config.task.split("_")
+    class_name = "".join([word.capitalize() for word in words]) + "Task"
+    task_class = getattr(module, class_name)
+    return task_class(config)

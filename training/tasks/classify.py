@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.collectives import alike_on_ranks, as_group, at_least_float32
+from distributed.collectives import as_group, at_least_float32, replicated_loss
 from distributed.parallel_model import ParallelModel
 from training.tasks.task import Shape
 from training.tasks.waves import WaveTask
 from utils.errors import UsageError
 
 
-class Trained(WaveTask):
+class ClassifyTask(WaveTask):
     """Image to class: cross-entropy, accuracy.
 
     An image of class a * m + b has a waves along the first axis and b along the second.
@@ -54,7 +54,7 @@ class Trained(WaveTask):
         All ranks that share the images have these logits. The gradient is multiplied by their number, which the mean
         over the ranks takes out again, as in context_parallel.l2_norms.
         """
-        return alike_on_ranks(F.cross_entropy(at_least_float32(prediction), target), as_group(image_group))
+        return replicated_loss(F.cross_entropy(at_least_float32(prediction), target), as_group(image_group))
 
     def scores(self, parallel: ParallelModel, x: Tensor, y: Tensor, count: int) -> Tensor:
         """Of each sample its cross-entropy, and 1 where the class is right."""

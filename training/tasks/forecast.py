@@ -33,7 +33,7 @@ from weather.statistics import Paths, Statistics, check_changes, check_climatolo
 PICTURED = ("u10", "z500")
 
 
-class Trained(Task):
+class ForecastTask(Task):
     """Image to image, over one step or several: latitude-weighted scores of each channel."""
 
     forecasts = True

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distributed.parallel_model import ParallelModel
 from distributed.usage import Usage
-from training.model import Facts, examine
+from training.model import ModelInfo, inspect_model
 from utils import comm
 from utils.data_loader import BatchLoader
 from utils.errors import UsageError
@@ -36,7 +36,7 @@ FORECAST_KEYS = (
 
 
 class Task(ABC):
-    """The purpose that a model is trained for. Each module of training/tasks has one such class, named `Trained`.
+    """The purpose that a model is trained for. Each module of training/tasks has one such class, named <Name>Task.
 
     Raises UsageError where the config lacks what the task needs.
     """
@@ -52,9 +52,9 @@ class Task(ABC):
         self.check()
 
     @cached_property
-    def facts(self) -> Facts:
+    def facts(self) -> ModelInfo:
         """Facts about the model of this config."""
-        return examine(self.config)
+        return inspect_model(self.config)
 
     @property
     def usage(self) -> Usage:
@@ -88,9 +88,9 @@ class Task(ABC):
 
         Where one rank fails, sees other files, or finds what is no data, every rank raises a UsageError.
         """
-        loaders = comm.agree(lambda: self.build_loaders(device))
+        loaders = comm.raise_on_all_ranks(lambda: self.build_loaders(device))
         comm.check_alike({name: seen for loader in loaders for name, seen in loader.listing().items()})
-        comm.agree(lambda: self.check_data(loaders))
+        comm.raise_on_all_ranks(lambda: self.check_data(loaders))
         return loaders
 
     def check_data(self, loaders: Sequence[BatchLoader]) -> None:

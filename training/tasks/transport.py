@@ -15,7 +15,7 @@ WIND = (1 / 16, 1 / 8, 1 / 16)  # of the box, along each axis
 MOST_WAVES = 3  # along an axis
 
 
-class Trained(WaveTask):
+class TransportTask(WaveTask):
     """Image to image, in two or three dimensions: relative L2 loss, beside that of leaving everything where it is."""
 
     scored = ("val_loss", "persistence_loss")

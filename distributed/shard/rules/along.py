@@ -12,11 +12,18 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from distributed.shard.operands import copied, fitted, global_shape, redistributed, reduced, shared
+from distributed.shard.operands import (
+    as_replicated,
+    global_shape,
+    local_operand,
+    redistribute,
+    scale_grad_by_replicas,
+    sum_partial,
+)
 from distributed.shard.redistribute import sizes_of
 from distributed.shard.rules.reductions import Dims, dims_of, kept
 from distributed.shard.rules.windows import Window, extended, no_outputs, output_shape, splits_of
-from distributed.shard.spec import Spec, whole
+from distributed.shard.spec import Spec, unsplit_axes
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 # {name: (position of dim among the arguments, its default; None: all dimensions)}
@@ -43,12 +50,12 @@ ALONG: dict[str, tuple[int, Dims]] = {
 }
 
 
-def made_whole(x: ShardTensor, dims: Iterable[int]) -> ShardTensor:
+def unshard_dims(x: ShardTensor, dims: Iterable[int]) -> ShardTensor:
     """The tensor with whole dims: another dimension, the longest whole one, is split instead.
 
     Costs one all-to-all for each mesh dimension that splits dims, or one all-gather if there is no other dimension.
     """
-    x = reduced(x)
+    x = sum_partial(x)
     dims = tuple(dims)
     for m, placement in enumerate(x.spec.placements):
         if isinstance(placement, Shard) and placement.dim in dims:
@@ -62,7 +69,7 @@ def moved(x: ShardTensor, m: int, dims: Iterable[int]) -> ShardTensor:
     free = [d for d, n in enumerate(shape) if d not in dims and not x.spec.is_split(d) and n > 1]
     placements: list[Placement] = list(x.spec.placements)
     placements[m] = Shard(max(free, key=shape.__getitem__)) if free else Replicate()
-    return redistributed(x, placements)
+    return redistribute(x, placements)
 
 
 def split_again(x: ShardTensor) -> ShardTensor:
@@ -72,7 +79,7 @@ def split_again(x: ShardTensor) -> ShardTensor:
     return x
 
 
-def as_before(y: ShardTensor, before: Spec) -> ShardTensor:
+def restore_sharding(y: ShardTensor, before: Spec) -> ShardTensor:
     """The tensor split as one of as many dimensions was, in the same sizes where the dimensions are as long."""
     if y.spec.placements == before.placements:
         return y
@@ -81,7 +88,7 @@ def as_before(y: ShardTensor, before: Spec) -> ShardTensor:
     for m, pieces in sizes_of(before).items():
         if y.spec.shape[places[m].dim] == sum(pieces):
             sizes[m] = pieces
-    return redistributed(y, places, sizes)
+    return redistribute(y, places, sizes)
 
 
 def on_whole(
@@ -95,7 +102,7 @@ def on_whole(
     A result has all dimensions of x, perhaps with other sizes of dims, or it lacks dims. A rank without elements
     computes with a placeholder, because many functions reject empty tensors. resizes: split those with other sizes too.
     """
-    moved = made_whole(x, dims)
+    moved = unshard_dims(x, dims)
     part = local(moved)
     spec = moved.spec
     empty = [d for d, n in enumerate(part.shape) if n == 0 and d not in dims]
@@ -105,7 +112,7 @@ def on_whole(
     def wrapped(y: Tensor) -> ShardTensor:
         keepdim = y.dim() == part.dim()
         if len(dims) == part.dim():  # nothing is split
-            result = wrap(y, spec.with_dims(map(whole, y.shape)))
+            result = wrap(y, spec.with_dims(map(unsplit_axes, y.shape)))
         else:
             for d in empty:  # drop the placeholder's row
                 removed = 0 if keepdim else sum(other < d for other in dims)
@@ -113,10 +120,10 @@ def on_whole(
             axes = list(kept(spec, dims, keepdim).dims)
             if keepdim:
                 for d in dims:
-                    axes[d] = whole(y.shape[d])
+                    axes[d] = unsplit_axes(y.shape[d])
             result = wrap(y, spec.with_dims(axes))
         splits_back = resizes or result.spec.shape == x.spec.shape
-        return as_before(result, x.spec) if splits_back else result
+        return restore_sharding(result, x.spec) if splits_back else result
 
     if isinstance(out, Tensor):
         return wrapped(out)
@@ -182,7 +189,7 @@ def unfold(
     step: int,
 ) -> ShardTensor:
     """Windows of a dimension, whose rows become the last dimension: each rank fetches the rows of its windows."""
-    x = reduced(input)
+    x = sum_partial(input)
     dim = dimension % len(input.spec.dims)
     part = local(x)
     splits = splits_of(x, (dim,))
@@ -190,7 +197,7 @@ def unfold(
     shape = output_shape(func, part, splits, windows)  # (..., windows, ...)
     part, new, _ = extended(part, splits, windows, shape, fill=None)
     dims = x.spec.resized({dim: new.get(dim, shape[dim])}).dims
-    out = x.spec.with_dims((*dims, whole(size)))
+    out = x.spec.with_dims((*dims, unsplit_axes(size)))
     if 0 in shape:
         return wrap(no_outputs(part, out.local_shape), out)
     return wrap(part.unfold(dim, size, step), out)
@@ -272,17 +279,17 @@ def recurrent(
     if is_packed or (dropout and train):
         raise no_rule(func, (input, *states), {}, "packed sequences, or dropout between layers")
     like = next(x for x in (input, *states) if isinstance(x, ShardTensor))
-    x = copied(input, like.spec)
+    x = as_replicated(input, like.spec)
     if batch_first:
         x = dispatch(torch.transpose, x, 0, 1)
-    x = made_whole(x, (0, 2))  # (T, B, D), of which only B may be split
+    x = unshard_dims(x, (0, 2))  # (T, B, D), of which only B may be split
     batch = x.spec.dims[1]
     parts = []
     for state in states:
         count, _, features = global_shape(state)
-        of_state = x.spec.with_dims((whole(count), batch, whole(features)))
-        parts.append(fitted(reduced(state), of_state))
-    own_weights = [shared(weight, x.spec) for weight in weights]
+        of_state = x.spec.with_dims((unsplit_axes(count), batch, unsplit_axes(features)))
+        parts.append(local_operand(sum_partial(state), of_state))
+    own_weights = [scale_grad_by_replicas(weight, x.spec) for weight in weights]
 
     def compute(part: Tensor) -> tuple[Tensor, ...]:
         first = []

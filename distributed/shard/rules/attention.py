@@ -13,11 +13,19 @@ from torch.nn import functional as F
 
 from distributed.attention import METHODS
 from distributed.collectives import copy_to_region
-from distributed.shard.operands import copied, global_shape, reduced, replicated, shared, to_spec, used_apart
-from distributed.shard.rules.along import made_whole
+from distributed.shard.operands import (
+    as_replicated,
+    global_shape,
+    replicate,
+    scale_grad_by_replicas,
+    sum_grad_over_replicas,
+    sum_partial,
+    to_spec,
+)
+from distributed.shard.rules.along import unshard_dims
 from distributed.shard.rules.elementwise import own_stream
 from distributed.shard.rules.windows import no_outputs, request
-from distributed.shard.spec import part_of, whole
+from distributed.shard.spec import part_of, unsplit_axes
 from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, rule, wrap
 from networks.neighborhood import attend_windows, neighborhood_attention, per_axis, window_starts
 from networks.vit import PerAxis
@@ -67,7 +75,7 @@ def attention(
         q = to_spec(q, q.spec.with_dims((samples, heads, *q.spec.dims[2:])))
     # Keys that are split as the queries stay so, for the methods; others become whole.
     is_self_attention = k.spec.dims[2] == q.spec.dims[2] and k.spec.shape[3] == v.spec.shape[3]
-    tokens = q.spec.dims[2] if is_self_attention else whole(k.spec.shape[2])
+    tokens = q.spec.dims[2] if is_self_attention else unsplit_axes(k.spec.shape[2])
     k = _split_as_queries(func, q, k, tokens, enable_gqa)
     v = _split_as_queries(func, q, v, tokens, enable_gqa)
     with own_stream(q.spec, q.device) if dropout_p else contextlib.nullcontext():
@@ -77,7 +85,7 @@ def attention(
 def _with_whole_features(x, spec):
     """Queries, keys or values as a ShardTensor on the mesh of `spec`, whose last dimension is whole."""
     features = len(global_shape(x)) - 1
-    return made_whole(copied(x, spec), (features,))
+    return unshard_dims(as_replicated(x, spec), (features,))
 
 
 def _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa):
@@ -142,7 +150,7 @@ def _split_as_queries(func, q, x, tokens, grouped):
     splits_heads = rows.is_split(1) or spec.is_split(1)
     if spec.shape[1] != rows.shape[1] and splits_heads:
         raise no_rule(func, (q, x), {}, "split heads of which several share keys")
-    head_axes = rows.dims[1] if rows.is_split(1) else whole(spec.shape[1])
+    head_axes = rows.dims[1] if rows.is_split(1) else unsplit_axes(spec.shape[1])
     return to_spec(x, spec.with_dims((rows.dims[0], head_axes, tokens, spec.dims[3])))
 
 
@@ -150,7 +158,11 @@ def _of_own_heads(mask, rows):
     """The mask of this rank's samples and heads, and of all queries and keys, as a plain tensor."""
     if mask is None:
         return None
-    mask = used_apart(replicated(mask), rows) if isinstance(mask, ShardTensor) else shared(mask, rows)
+    mask = (
+        sum_grad_over_replicas(replicate(mask), rows)
+        if isinstance(mask, ShardTensor)
+        else scale_grad_by_replicas(mask, rows)
+    )
     missing = 4 - mask.dim()
     return part_of(mask, rows.with_dims(rows.dims[missing:2]))
 
@@ -195,7 +207,7 @@ def attend(
     """Attention of q, k, v (B, heads, *spatial, d), which split samples, heads and spatial axes in the same way."""
     if not all(isinstance(x, ShardTensor) for x in (q, k, v)):
         raise no_rule(func, (q, k, v), {}, "q, k and v must be ShardTensors")
-    q, k, v = reduced(q), reduced(k), reduced(v)
+    q, k, v = sum_partial(q), sum_partial(k), sum_partial(v)
     spec = q.spec
     out = v.spec
     split_alike = k.spec == spec and out.dims[:-1] == spec.dims[:-1]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial
 
-from distributed.shard.operands import gradient_spec, redistributed, replicated, split_alike, to_spec
+from distributed.shard.operands import gradient_spec, redistribute, replicate, split_alike, to_spec
 from distributed.shard.spec import Spec
 from distributed.shard.tensor import AsShardTensors, ShardTensor, local, named, rule, wrap
 
@@ -89,7 +89,7 @@ def as_gradient(grad: Tensor | None, spec: Spec | None) -> Tensor | None:
             return grad
         raise TypeError(f"the gradient of a ShardTensor, {spec}, must be a ShardTensor too, not a plain tensor")
     if spec is None:
-        return redistributed(grad, [Partial()] * len(grad.spec.mesh.groups))
+        return redistribute(grad, [Partial()] * len(grad.spec.mesh.groups))
     return grad if split_alike(grad.spec, spec) else to_spec(grad, spec)
 
 
@@ -164,4 +164,4 @@ def backward_of(
 )
 def whole_value(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
     """The value of the whole tensor for the host, on every rank."""
-    return func(local(replicated(x)), *args, **kwargs)
+    return func(local(replicate(x)), *args, **kwargs)

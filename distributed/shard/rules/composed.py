@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.collectives import reduce_from_region
-from distributed.shard.operands import reduced
+from distributed.shard.operands import sum_partial
 from distributed.shard.rules.elementwise import own_stream
 from distributed.shard.rules.normalization import of_channels
 from distributed.shard.rules.reductions import kept
@@ -267,7 +267,7 @@ def channel_dropout(func: Callable, input: ShardTensor, p: float, training: bool
         return input
     if input.dim() < 3 or func.__name__.endswith("_"):
         raise no_rule(func, (input,), {}, "in place, or without samples")
-    x = reduced(input)
+    x = sum_partial(input)
     spec = kept(x.spec, range(2, len(x.spec.dims)), True)
     probe = torch.tensor([0.0, 1.0], dtype=x.dtype, device=x.device).expand(*spec.local_shape[:2], 2)
     with own_stream(spec, x.device):  # every channel becomes a multiple of itself plus a number

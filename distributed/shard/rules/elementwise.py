@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from distributed.layers import rank_random
-from distributed.shard.operands import common_spec, fitted, reduced, written
+from distributed.shard.operands import check_writable, common_spec, local_operand, sum_partial
 from distributed.shard.rules.rows import change_row
 from distributed.shard.spec import Spec, part_of
 from distributed.shard.tensor import ShardTensor, local, named, no_rule, rule, wrap, wrap_result
@@ -136,7 +136,7 @@ def elementwise(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
             stays_valid = not spec.partial or (not kwargs and keeps_sums(func, args))
             if stays_valid:
                 out = func(*args, **kwargs)
-                return wrap_result(out, spec) if out is not args[0] else written(out)
+                return wrap_result(out, spec) if out is not args[0] else check_writable(out)
     return broadcast(func, args, kwargs)
 
 
@@ -161,27 +161,27 @@ def broadcast(
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         spec = common_spec(tensors)
         if is_for_all(spec, args):  # running statistics
-            return func(*[local(reduced(x)) for x in args], **kwargs)
+            return func(*[local(sum_partial(x)) for x in args], **kwargs)
         adopt(func, args[0], spec)
     if in_place and args[0].spec.partial:
         row = args[0]
         if row.row_of is None:
             raise no_rule(func, args, kwargs, "in place on a partial tensor")
         return change_row(func, row, args[1:], kwargs)
-    args = [reduced(x) for x in args]
-    kwargs = {name: reduced(x) for name, x in kwargs.items()}
+    args = [sum_partial(x) for x in args]
+    kwargs = {name: sum_partial(x) for name, x in kwargs.items()}
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     spec = args[0].spec if in_place else common_spec(tensors)
 
     def fit(x: Any) -> Any:
-        return fitted(x, spec) if isinstance(x, Tensor) else x
+        return local_operand(x, spec) if isinstance(x, Tensor) else x
 
     first = args[0]
     own_others = [fit(x) for x in args[1:]]
     own_kwargs = {name: fit(x) for name, x in kwargs.items()}
     if in_place:
         func(first, *own_others, **own_kwargs)
-        return written(first)
+        return check_writable(first)
     return wrap(func(fit(first), *own_others, **own_kwargs), spec)
 
 
@@ -213,7 +213,7 @@ def cast(func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return func(x, *(local(a) for a in args), **kwargs)
     out = func(x, *args, **kwargs)
     if x.spec.partial and isinstance(out, Tensor) and not out.is_floating_point():  # parts of a sum must not be rounded
-        return cast(func, reduced(x), *args, **kwargs)
+        return cast(func, sum_partial(x), *args, **kwargs)
     return wrap(out, x.spec) if isinstance(out, Tensor) else out
 
 
@@ -241,7 +241,7 @@ def drawn(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTen
     in_place = func in IN_PLACE or kwargs.get("inplace") or args[2:] == (True,)
     if in_place and x.spec.partial:
         raise no_rule(func, (x, *args), kwargs, "in place on a partial tensor")
-    x = reduced(x)
+    x = sum_partial(x)
     with own_stream(x.spec, x.device):
         out = func(x, *args, **kwargs)
-    return written(x) if out is x else wrap(out, x.spec)
+    return check_writable(x) if out is x else wrap(out, x.spec)

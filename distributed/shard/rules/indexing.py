@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from distributed.halo import bounds
-from distributed.shard.operands import reduced
-from distributed.shard.rules.along import made_whole
+from distributed.shard.operands import sum_partial
+from distributed.shard.rules.along import unshard_dims
 from distributed.shard.rules.lookup import mask_of, masked, rows_of_plain
 from distributed.shard.rules.windows import no_outputs
-from distributed.shard.spec import Axes, Axis, Spec, ahead_of, over, shard_sizes, whole
+from distributed.shard.spec import Axes, Axis, Spec, mesh_dims_of, prefix_axes, shard_sizes, unsplit_axes
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
@@ -31,7 +31,7 @@ def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
     x, index = _flatten_masks(x, index)
     items = index_items(func, x, index)
     of_dims = enumerate(item for item in items if item is not None)
-    x = made_whole(x, [dim for dim, item in of_dims if isinstance(item, Tensor)])
+    x = unshard_dims(x, [dim for dim, item in of_dims if isinstance(item, Tensor)])
     spec, local_index = locate(func, x, items)
     is_row = spec.partial != x.spec.partial
     if is_row and x.dtype == torch.bool:  # a partial tensor is a sum, which bool does not have
@@ -110,7 +110,7 @@ def locate(
             size = spec.shape[dim]
             if not -size <= item < size:
                 raise IndexError(f"index {item} is out of bounds for dimension {dim} with size {size}")
-            partial += over(spec.dims[dim])
+            partial += mesh_dims_of(spec.dims[dim])
             place = _place(spec, dim, item % size)
             is_here = is_here and place is not None
             item = place or 0
@@ -120,7 +120,7 @@ def locate(
         are_adjacent = places[-1] - places[0] < len(places)
         if not are_adjacent:
             at = 0
-        dims[at:at] = [whole(n) for n in torch.broadcast_shapes(*shapes)]
+        dims[at:at] = [unsplit_axes(n) for n in torch.broadcast_shapes(*shapes)]
     selection = spec.with_dims(dims, tuple(sorted(partial)))
     return selection, tuple(local_index) if is_here else None
 
@@ -146,7 +146,7 @@ def _index_item(func, x, item):
     if isinstance(item, ShardTensor):
         if item.spec.split_dims:
             raise no_rule(func, (x, item), {}, "indices that are split; take their full_tensor()")
-        item = local(reduced(item))
+        item = local(sum_partial(item))
     is_tensor = isinstance(item, Tensor)
     if is_tensor and item.dtype == torch.bool and item.dim() == 1:
         item = item.nonzero().squeeze(1)
@@ -174,15 +174,15 @@ def _sliced(func, x, dim, item):
     if size == length:
         return axes, slice(None)
     if not spec.is_split(dim):
-        return whole(size), slice(start, stop, step)
+        return unsplit_axes(size), slice(start, stop, step)
 
     # Elements ahead of a product of axes: the first rank holds them.
-    ahead = axes[0].ahead
+    prefix = axes[0].prefix
     is_first = spec.is_first(axes)
-    if ahead and stop <= ahead:
-        return ahead_of(axes, size), slice(start, stop, step) if is_first else slice(0, 0)
-    if ahead and start <= ahead and stop == length and step == 1:
-        left = axes[0]._replace(ahead=ahead - start)
+    if prefix and stop <= prefix:
+        return prefix_axes(axes, size), slice(start, stop, step) if is_first else slice(0, 0)
+    if prefix and start <= prefix and stop == length and step == 1:
+        left = axes[0]._replace(prefix=prefix - start)
         return (left, *axes[1:]), slice(start if is_first else 0, None)
 
     # One axis: each rank takes what lies in its piece.
@@ -202,13 +202,13 @@ def _sliced(func, x, dim, item):
 def _place(spec, dim, index):
     """The position of a global index in this rank's piece of a dimension; None if another rank holds it."""
     axes = spec.dims[dim]
-    ahead = axes[0].ahead if axes else 0
+    prefix = axes[0].prefix if axes else 0
     is_first = not axes or spec.is_first(axes)
-    if index < ahead:
+    if index < prefix:
         return index if is_first else None
-    index -= ahead
+    index -= prefix
     place = 0
-    inner = spec.shape[dim] - ahead  # elements of the axes inside of this one
+    inner = spec.shape[dim] - prefix  # elements of the axes inside of this one
     for axis in axes:
         inner //= axis.size
         at = index // inner % axis.size - spec.offset(axis)
@@ -216,7 +216,7 @@ def _place(spec, dim, index):
         if not 0 <= at < size:
             return None
         place = place * size + at
-    return place + ahead if is_first else place
+    return place + prefix if is_first else place
 
 
 def at(x: ShardTensor, dim: int, item: Any) -> tuple:

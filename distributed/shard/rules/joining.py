@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from distributed.halo import HaloExchange, bounds
-from distributed.shard.operands import fitted, global_shape, joint_axes, reduced
+from distributed.shard.operands import global_shape, joint_axes, local_operand, sum_partial
 from distributed.shard.rules.reductions import dims_of
 from distributed.shard.rules.views import numbers
-from distributed.shard.spec import Axis, ahead_of, merged, over, shard_sizes, whole
+from distributed.shard.spec import Axis, merged, mesh_dims_of, prefix_axes, shard_sizes, unsplit_axes
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
@@ -30,7 +30,7 @@ def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
     tensors = [x for x in tensors if tuple(global_shape(x)) != (0,)]  # torch skips such empty tensors too
     partial = {x.spec.partial if isinstance(x, ShardTensor) else None for x in tensors}
     if len(partial) > 1:  # not all are partial in the same way
-        tensors = [reduced(x) for x in tensors]
+        tensors = [sum_partial(x) for x in tensors]
     parts = [x for x in tensors if isinstance(x, ShardTensor)]
     (dim,) = dims_of(parts[0].spec, dim)
     shapes = [tuple(global_shape(x)) for x in tensors]
@@ -50,16 +50,16 @@ def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
     # The axes of dim of each tensor where it lies in the result, and those of the result.
     axes = cut[-1].spec.dims[dim] if cut else ()
     if not cut:
-        pieces = [whole(n) for n in counts]
-        joined = whole(total)
+        pieces = [unsplit_axes(n) for n in counts]
+        joined = unsplit_axes(total)
     elif len(axes) > 1:
         # Class tokens ahead of the tokens of tiles: the rank with the first of these holds them. For plain class tokens
         # nothing is communicated.
         if tensors[-1] is not cut[-1]:
             raise no_rule(func, tensors, {}, f"rows behind those of dimension {dim}, which is not in one piece")
         in_front = counts[:-1]
-        pieces = [*(ahead_of(axes, n) for n in in_front), axes]
-        first = axes[0]._replace(ahead=axes[0].ahead + sum(in_front))
+        pieces = [*(prefix_axes(axes, n) for n in in_front), axes]
+        first = axes[0]._replace(prefix=axes[0].prefix + sum(in_front))
         joined = (first, *axes[1:])
     else:
         for part in cut:
@@ -73,7 +73,7 @@ def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
 
     in_place = []
     for x, piece in zip(tensors, pieces, strict=True):
-        in_place.append(fitted(x, base.with_axes(dim, piece)))
+        in_place.append(local_operand(x, base.with_axes(dim, piece)))
     return wrap(torch.cat(in_place, dim), base.with_axes(dim, joined))
 
 
@@ -89,7 +89,7 @@ def _piece(count, start, mesh_dim, sizes):
 
 def _new_sizes(tensors, counts, dim, mesh_dim, group):
     """Sizes of the ranks' pieces. A large split tensor stays in place; the tensors beside it go to the outer ranks."""
-    cut = [isinstance(x, ShardTensor) and mesh_dim in over(x.spec.dims[dim]) for x in tensors]
+    cut = [isinstance(x, ShardTensor) and mesh_dim in mesh_dims_of(x.spec.dims[dim]) for x in tensors]
     largest = max(range(len(tensors)), key=lambda i: (cut[i], counts[i]))
     others = sum(counts) - counts[largest]
     if others * group.size > counts[largest]:
@@ -155,9 +155,9 @@ def repeat(func: Callable, input: ShardTensor, *repeats: Any, **keywords: Any) -
             raise RuntimeError("Number of dimensions of repeat dims can not be smaller than number of dimensions")
         repeats = (*[1] * (count - len(repeats)), *repeats)
     new_dims = len(repeats) - count
-    dims = [whole(n) for n in repeats[:new_dims]]
+    dims = [unsplit_axes(n) for n in repeats[:new_dims]]
     for axes, n in zip(input.spec.dims, repeats[new_dims:], strict=True):
-        if n > 1 and axes and axes[0].ahead:
+        if n > 1 and axes and axes[0].prefix:
             raise no_rule(func, (input,), {}, "of class tokens and tiles")
         dims.append(merged((Axis(n), *axes)))
     return wrap(input.repeat(*repeats), input.spec.with_dims(dims))
@@ -181,7 +181,7 @@ def repeat_interleave(
     spec = input.spec
     dim = dim % len(spec.dims)
     axes = spec.dims[dim]
-    if axes and axes[0].ahead:
+    if axes and axes[0].prefix:
         raise no_rule(func, (input,), {}, "of class tokens and tiles")
     repeated = merged((*axes, Axis(repeats)))
     return wrap(input.repeat_interleave(repeats, dim), spec.with_axes(dim, repeated))
@@ -193,7 +193,7 @@ def triangle(func: Callable, input: ShardTensor, diagonal: int = 0) -> ShardTens
     spec = input.spec
     rows, columns = spec.dims[-2:]
     for axes in (rows, columns):
-        if len(axes) > 1 and over(axes):
+        if len(axes) > 1 and mesh_dims_of(axes):
             raise no_rule(func, (input,), {}, "rows or columns are not in one piece")
     first_row = sum(spec.offset(axis) for axis in rows)
     first_column = sum(spec.offset(axis) for axis in columns)

@@ -13,9 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.shard.operands import common_spec, fitted, global_shape, joint_axes, reduced, shared
-from distributed.shard.rules.along import made_whole, split_again
-from distributed.shard.spec import Spec, over, part_of, whole
+from distributed.shard.operands import (
+    common_spec,
+    global_shape,
+    joint_axes,
+    local_operand,
+    scale_grad_by_replicas,
+    sum_partial,
+)
+from distributed.shard.rules.along import split_again, unshard_dims
+from distributed.shard.spec import Spec, mesh_dims_of, part_of, unsplit_axes
 from distributed.shard.tensor import NEVER_SPLIT, ShardTensor, dispatch, named, no_rule, rule, wrap, wrap_result
 
 LEAST_OF_A_PART = 4  # a sum that has a quarter of the elements of a rank's part, or more, is split again
@@ -35,7 +42,7 @@ def contracted(
     """
     # A product of two sums is not the sum of the products: only one operand may be partial.
     if sum(isinstance(x, ShardTensor) for x in operands) > 1:
-        operands = [reduced(x) for x in operands]
+        operands = [sum_partial(x) for x in operands]
     parts = [(x.spec, names) for x, names in zip(operands, labels, strict=True) if isinstance(x, ShardTensor)]
     first_spec, _ = parts[0]
     mesh = first_spec.mesh
@@ -43,7 +50,7 @@ def contracted(
 
     # The split of each label, and of the result: partial over what splits the labels that it does not have.
     axes = joint_axes(parts, common_sizes(operands, labels), set(partial))
-    summed = over(*[a for name, a in axes.items() if name not in result])
+    summed = mesh_dims_of(*[a for name, a in axes.items() if name not in result])
     out_partial = tuple(sorted(summed.union(partial)))
     out = Spec(mesh, tuple([axes[name] for name in result]), out_partial)
 
@@ -51,7 +58,7 @@ def contracted(
     arguments = []
     for x, names in zip(operands, labels, strict=True):
         wanted = out.with_dims([axes[name] for name in names])
-        arguments.append(fitted(x, wanted, out))
+        arguments.append(local_operand(x, wanted, out))
     if bias is not None:
         arguments.append(own_bias(bias, out))
     product = wrap(compute(*arguments), out)
@@ -81,7 +88,7 @@ def common_sizes(
 
 def own_bias(bias: Tensor, out: Spec) -> Tensor:
     """This rank's part of a bias. For a partial result each rank adds an equal share of it."""
-    bias = shared(bias, out)
+    bias = scale_grad_by_replicas(bias, out)
     if out.is_split(-1):
         bias = part_of(bias, out.with_dims(out.dims[-1:], ()))
     for mesh_dim in out.partial:
@@ -108,14 +115,14 @@ def linear(
         def of_whole_rows() -> Spec | None:
             if spec.is_split(-1):
                 return None
-            return spec.with_dims((*spec.dims[:-1], whole(features)))
+            return spec.with_dims((*spec.dims[:-1], unsplit_axes(features)))
 
         out = spec.derived(("linear", features), of_whole_rows)
     if out is None:
         batch = [f"b{i}" for i in range(input.dim() - 1)]
         return contracted(F.linear, (input, weight), ([*batch, "d"], ["e", "d"]), [*batch, "e"], bias)
     if out.copies > 1 or out.partial:
-        weight = shared(weight, out)
+        weight = scale_grad_by_replicas(weight, out)
         bias = None if bias is None else own_bias(bias, out)
     return wrap_result(F.linear(input, weight, bias), out)
 
@@ -149,7 +156,7 @@ def distances(
     """Distances of all pairs: (..., N, D) x (..., M, D) -> (..., N, M), where D is made whole."""
 
     def with_whole_features(x: Tensor) -> Tensor:
-        return made_whole(x, (x.dim() - 1,)) if isinstance(x, ShardTensor) else x
+        return unshard_dims(x, (x.dim() - 1,)) if isinstance(x, ShardTensor) else x
 
     def compute(a: Tensor, b: Tensor) -> Tensor:
         return torch.cdist(a, b, p, *args, **kwargs)
@@ -235,7 +242,7 @@ def cross(
     dim: int | None = None,
 ) -> ShardTensor:
     """The cross product of vectors along a dimension of size 3, which every rank has whole."""
-    operands = [reduced(input), reduced(other)]
+    operands = [sum_partial(input), sum_partial(other)]
     if dim is None and func is torch.linalg.cross:
         dim = -1
     elif dim is None:
@@ -248,8 +255,8 @@ def cross(
     vectors: list[Tensor] = []
     for x in operands:
         if isinstance(x, ShardTensor):
-            x = made_whole(x, (x.dim() + from_end,))
+            x = unshard_dims(x, (x.dim() + from_end,))
         vectors.append(x)
     spec = common_spec(vectors)
-    parts = [fitted(x, spec) for x in vectors]
+    parts = [local_operand(x, spec) for x in vectors]
     return wrap(torch.linalg.cross(*parts, dim=from_end), spec)

@@ -13,19 +13,19 @@ from torch.nn import functional as F
 from distributed.collectives import all_gather
 from distributed.halo import HaloExchange, Interval, bounds
 from distributed.shard.operands import (
-    copied,
-    fitted,
+    as_replicated,
+    check_writable,
     global_shape,
-    redistributed,
-    reduced,
-    shared,
+    local_operand,
+    redistribute,
+    scale_grad_by_replicas,
+    sum_grad_over_replicas,
+    sum_partial,
     to_spec,
-    used_apart,
-    written,
 )
-from distributed.shard.rules.along import made_whole, moved
+from distributed.shard.rules.along import moved, unshard_dims
 from distributed.shard.rules.windows import Splits, no_outputs, splits_of
-from distributed.shard.spec import Axes, Axis, Spec, merged, over, shard_sizes, whole
+from distributed.shard.spec import Axes, Axis, Spec, merged, mesh_dims_of, shard_sizes, unsplit_axes
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
@@ -46,20 +46,20 @@ def gather(
     if dim is None or not isinstance(input, ShardTensor):
         raise no_rule(func, (input, index), {}, "of a plain tensor, or without a dimension")
     dim = dim % len(input.spec.dims)
-    x = made_whole(input, (dim,))
+    x = unshard_dims(input, (dim,))
     places = split_as(func, x.spec, dim, index)
     found = local(x).gather(dim, places)
     count = global_shape(index)[dim]
-    return wrap(found, x.spec.with_axes(dim, whole(count)))
+    return wrap(found, x.spec.with_axes(dim, unsplit_axes(count)))
 
 
 def split_as(func: Callable, spec: Spec, dim: int, y: Tensor) -> Tensor:
     """The local part of an operand with a size of its own along dim, split as a tensor with this spec."""
     shape = global_shape(y)
-    out = spec.with_axes(dim, whole(shape[dim]))
+    out = spec.with_axes(dim, unsplit_axes(shape[dim]))
     if out.shape != shape:
         raise no_rule(func, (y,), {}, "it must have the tensor's size in all other dimensions")
-    return fitted(reduced(y), out).expand(out.local_shape)
+    return local_operand(sum_partial(y), out).expand(out.local_shape)
 
 
 SCATTERS = ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill")
@@ -83,8 +83,8 @@ def scatter(
     operands = (input, source, index)
     like = next(x for x in operands if isinstance(x, ShardTensor) and x.dim() == input.dim())
     dim = dim % len(like.spec.dims)
-    x = made_whole(like, (dim,))
-    spec = x.spec.with_axes(dim, whole(global_shape(input)[dim]))
+    x = unshard_dims(like, (dim,))
+    spec = x.spec.with_axes(dim, unsplit_axes(global_shape(input)[dim]))
     in_place = func.__name__.endswith("_")
     keeps_split = like is input and not like.spec.partial and x.spec.placements == like.spec.placements
     if in_place and not keeps_split:
@@ -95,7 +95,7 @@ def scatter(
         if is_of_elements:
             return split_as(func, spec, dim, y)
         # A number, or indices of rows: every rank needs all of them.
-        return y.full_tensor() if isinstance(y, ShardTensor) else shared(y, spec)
+        return y.full_tensor() if isinstance(y, ShardTensor) else scale_grad_by_replicas(y, spec)
 
     if in_place:
         target = input
@@ -104,7 +104,7 @@ def scatter(
     else:
         target = part(input)
     out = func(target, dim, part(index), part(source), *args, **kwargs)
-    return written(like) if in_place else wrap(out, spec)
+    return check_writable(like) if in_place else wrap(out, spec)
 
 
 @rule(*named("bucketize"))
@@ -112,7 +112,7 @@ def bucketize(func: Callable, input: ShardTensor, boundaries: Tensor, **kwargs: 
     """The place of each element among plain boundaries."""
     if isinstance(boundaries, ShardTensor):
         raise no_rule(func, (input, boundaries), kwargs, "boundaries must be plain")
-    input = reduced(input)
+    input = sum_partial(input)
     return wrap(func(local(input), boundaries, **kwargs), input.spec)
 
 
@@ -132,13 +132,13 @@ def masked(func: Callable, input: ShardTensor, mask: Tensor) -> ShardTensor:
     count = mask.dim()
     if not isinstance(input, ShardTensor) or tuple(global_shape(mask)) != tuple(input.spec.shape[:count]):
         raise no_rule(func, (input, mask), {}, "of a plain tensor, or by a mask that broadcasts")
-    x = in_order(reduced(input), count)
+    x = in_order(sum_partial(input), count)
     spec = x.spec
-    own_mask = fitted(reduced(mask), spec.with_dims(spec.dims[:count]))
+    own_mask = local_operand(sum_partial(mask), spec.with_dims(spec.dims[:count]))
     selected = local(x)[own_mask]  # (selected on this rank, ...)
     axes = merged(chain(*spec.dims[:count]))
-    rows: Axes = whole(len(selected))
-    if over(axes):
+    rows: Axes = unsplit_axes(len(selected))
+    if mesh_dims_of(axes):
         mesh_dim = axes[0].mesh_dim
         group = spec.mesh.groups[mesh_dim]
         number = torch.tensor([len(selected)], device=selected.device)
@@ -168,7 +168,7 @@ def in_order(x: ShardTensor, count: int) -> ShardTensor:
         sizes = shard_sizes(x.spec.shape[lead], x.spec.mesh.groups[kept].size)
     placements = list(x.spec.placements)
     placements[kept] = Shard(lead)
-    return redistributed(x, placements, {kept: sizes})
+    return redistribute(x, placements, {kept: sizes})
 
 
 def rows_of_plain(func: Callable, x: Tensor, index: Any) -> ShardTensor:
@@ -176,9 +176,9 @@ def rows_of_plain(func: Callable, x: Tensor, index: Any) -> ShardTensor:
     index = index if isinstance(index, tuple) else (index,)
     if len(index) != 1 or index[0].dtype == torch.bool:
         raise no_rule(func, (x, *index), {}, "of a plain tensor, by more than one ShardTensor of indices")
-    index = reduced(index[0])
-    spec = index.spec.with_dims((*index.spec.dims, *map(whole, x.shape[1:])))
-    return wrap(shared(x, spec)[local(index)], spec)
+    index = sum_partial(index[0])
+    spec = index.spec.with_dims((*index.spec.dims, *map(unsplit_axes, x.shape[1:])))
+    return wrap(scale_grad_by_replicas(x, spec)[local(index)], spec)
 
 
 @rule(F.embedding)
@@ -195,10 +195,10 @@ def embedding(
     """Look up split indices in a plain table: (...) -> (..., D)."""
     if isinstance(weight, ShardTensor) or max_norm is not None or scale_grad_by_freq:
         raise no_rule(func, (input, weight), {}, "indices must be a ShardTensor, the table plain, without max_norm")
-    input = reduced(input)
-    features = whole(weight.shape[1])
+    input = sum_partial(input)
+    features = unsplit_axes(weight.shape[1])
     spec = input.spec.with_dims((*input.spec.dims, features))
-    rows = F.embedding(local(input), shared(weight, spec), padding_idx, sparse=sparse)
+    rows = F.embedding(local(input), scale_grad_by_replicas(weight, spec), padding_idx, sparse=sparse)
     return wrap(rows, spec)
 
 
@@ -207,8 +207,8 @@ def one_hot(func: Callable, tensor: ShardTensor, num_classes: int = -1) -> Shard
     """Add a dimension of num_classes; -1 takes the largest index of all ranks plus one."""
     if num_classes == -1:
         num_classes = int(local(dispatch(torch.amax, tensor))) + 1
-    tensor = reduced(tensor)
-    spec = tensor.spec.with_dims((*tensor.spec.dims, whole(num_classes)))
+    tensor = sum_partial(tensor)
+    spec = tensor.spec.with_dims((*tensor.spec.dims, unsplit_axes(num_classes)))
     return wrap(F.one_hot(local(tensor), num_classes), spec)
 
 
@@ -231,26 +231,26 @@ def grid_sample(
     split over the same ranks.
     """
     like = next(y for y in (input, grid) if isinstance(y, ShardTensor)).spec
-    x = reduced(copied(input, like))
-    places = copied(grid, like)
+    x = sum_partial(as_replicated(input, like))
+    places = as_replicated(grid, like)
     coordinates = len(places.spec.dims) - 1
-    places = made_whole(places, (coordinates,))
+    places = unshard_dims(places, (coordinates,))
 
     # The result is split as the places are, and in channels as the image where no place uses the same ranks.
     image_samples, image_channels, *_ = x.spec.dims
-    if not over(image_samples) & over(*places.spec.dims):
+    if not mesh_dims_of(image_samples) & mesh_dims_of(*places.spec.dims):
         places = to_spec(places, places.spec.with_axes(0, image_samples))
     samples, *rows, _ = places.spec.dims
-    used = over(samples, *rows)
-    channels = whole(x.spec.shape[1]) if over(image_channels) & used else image_channels
+    used = mesh_dims_of(samples, *rows)
+    channels = unsplit_axes(x.spec.shape[1]) if mesh_dims_of(image_channels) & used else image_channels
     out = x.spec.with_dims([samples, channels, *rows])
-    grid_part = used_apart(places, out)  # (b, ..., 2 or 3)
+    grid_part = sum_grad_over_replicas(places, out)  # (b, ..., 2 or 3)
 
     # Which rows of the image each rank needs, for the dimensions where a halo is less than a gather.
     shape = x.spec.shape[2:]
     needed: dict[int, list[Interval]] = {}
     at: list[Tensor] = []  # this rank's places along each dimension of the image, in rows
-    near = halo_dims(x.spec, used - over(samples))
+    near = halo_dims(x.spec, used - mesh_dims_of(samples))
     values_are_known = not torch.compiler.is_compiling() and not isinstance(grid_part, FakeTensor)
     is_precise = mode != "bicubic" and min(shape) > 1 and grid_part.element_size() > 2
     if near and is_precise and values_are_known:
@@ -261,8 +261,8 @@ def grid_sample(
         needed = rows_needed(x.spec, splits, {d: at[d - 2].detach() for d in near})
 
     # Gather the other dimensions, and fetch the halos.
-    images = [x.spec.dims[d] if d in needed else whole(n) for d, n in enumerate(shape, 2)]
-    part = used_apart(to_spec(x, x.spec.with_dims([samples, channels, *images])), out)
+    images = [x.spec.dims[d] if d in needed else unsplit_axes(n) for d, n in enumerate(shape, 2)]
+    part = sum_grad_over_replicas(to_spec(x, x.spec.with_dims([samples, channels, *images])), out)
     for d, (sizes, group) in splits_of(x, needed).items():
         part = HaloExchange(part, d, sizes, needed[d], group).rows()
         first_row, _ = needed[d][group.rank]
@@ -282,7 +282,7 @@ def halo_dims(spec: Spec, mesh_dims: set[int]) -> list[int]:
     dims = []
     for d in spec.split_dims:
         is_in_one_piece = len(spec.dims[d]) == 1
-        if d > 1 and is_in_one_piece and over(spec.dims[d]) <= mesh_dims:
+        if d > 1 and is_in_one_piece and mesh_dims_of(spec.dims[d]) <= mesh_dims:
             dims.append(d)
     return dims
 
@@ -342,7 +342,7 @@ def rows_needed(
     halos = {}
     for i, (d, (sizes, _)) in enumerate(splits.items()):
         n = spec.shape[d]
-        (mesh_dim,) = over(spec.dims[d])
+        (mesh_dim,) = mesh_dims_of(spec.dims[d])
         intervals = []
         for coordinate in range(len(sizes)):
             # Ranks of one row of tiles exchange what any of them needs, at least two rows.

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import _reduction
 from torch.nn import functional as F
 
-from distributed.shard.operands import fitted, global_shape, reduced, shared
+from distributed.shard.operands import global_shape, local_operand, scale_grad_by_replicas, sum_partial
 from distributed.shard.rules.elementwise import broadcast
 from distributed.shard.rules.reductions import autocast_dtype, kept, reduced_spec
-from distributed.shard.spec import whole
+from distributed.shard.spec import unsplit_axes
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
@@ -33,7 +33,7 @@ def softmax(
         dtype = _stacklevel
     if dtype is not None:
         input = dispatch(Tensor.to, input, dtype)
-    x = reduced(input)
+    x = sum_partial(input)
     is_log = func.__name__ in ("log_softmax", "special_log_softmax")
     if not x.spec.is_split(dim):
         plain = torch.log_softmax if is_log else torch.softmax
@@ -114,8 +114,8 @@ def class_loss(
     """Loss over classes. input: (C,) or (B, C, ...), classes not split. target: indices (B, ...), or probabilities."""
     if not isinstance(input, ShardTensor) or isinstance(weight, ShardTensor):
         raise no_rule(func, (input, target, weight), {}, "the input must be a ShardTensor, the weight a plain tensor")
-    x = reduced(input)
-    target = reduced(target)
+    x = sum_partial(input)
+    target = sum_partial(target)
     reduction = named_reduction(reduction, size_average, reduce)
     spec = x.spec
     classes = 0 if len(spec.dims) == 1 else 1
@@ -129,9 +129,9 @@ def class_loss(
     target_shape = tuple(global_shape(target))
     if target_shape != tuple(target_spec.shape):
         raise ValueError(f"{func.__name__}: target {target_shape} of input {tuple(spec.shape)}")
-    part = fitted(target, target_spec)
+    part = local_operand(target, target_spec)
     smoothing = {"label_smoothing": label_smoothing} if func is F.cross_entropy else {}
-    own_weight = shared(weight, spec)
+    own_weight = scale_grad_by_replicas(weight, spec)
     loss = func(local(x), part, own_weight, ignore_index=ignore_index, reduction="none", **smoothing)
     if reduction != "mean":
         return averaged(wrap(loss, each), reduction)
@@ -143,6 +143,6 @@ def class_loss(
         counts = weight[torch.where(is_ignored, 0, part)] * counts
     one = reduced_spec(each, range(len(each.dims)), False)
     own_sums = torch.stack([loss.sum(), counts.sum()])
-    sums = reduced(wrap(own_sums, one.with_dims([whole(2)])))  # one all-reduce for both
+    sums = sum_partial(wrap(own_sums, one.with_dims([unsplit_axes(2)])))  # one all-reduce for both
     value, count = local(sums).unbind()
     return wrap(value / count, sums.spec.with_dims([]))

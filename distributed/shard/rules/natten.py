@@ -26,7 +26,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_leaves
 
 from distributed.halo import Interval
-from distributed.shard.operands import reduced
+from distributed.shard.operands import sum_partial
 from distributed.shard.rules.attention import attend
 from distributed.shard.rules.windows import no_outputs, request, spatial
 from distributed.shard.tensor import LIBRARIES, RULES, ShardTensor, dispatch, local, no_rule, rule, wrap
@@ -132,7 +132,7 @@ def attend_natten(
     for name, setting in settings.items():
         if any(isinstance(x, Tensor) for x in tree_leaves(setting)):
             raise no_rule(func, given, {}, f"{name} on a split grid")
-    query, key, value = reduced(query), reduced(key), reduced(value)
+    query, key, value = sum_partial(query), sum_partial(key), sum_partial(value)
     spec = query.spec
     axes = _neighborhoods(settings, spec.shape[1:-2])
     split_alike = key.spec.dims[:-2] == spec.dims[:-2] and value.spec.dims[:-1] == key.spec.dims[:-1]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.collectives import at_least_float32, reduce_from_region
-from distributed.shard.operands import fitted, reduced, replicated, shared
+from distributed.shard.operands import local_operand, replicate, scale_grad_by_replicas, sum_partial
 from distributed.shard.rules.reductions import autocast_dtype, centred, dims_of, kept, merged
 from distributed.shard.spec import Shares
 from distributed.shard.tensor import (
@@ -135,10 +135,10 @@ def normalized(
     bias: Tensor | None = None,
 ) -> tuple[ShardTensor, ShardTensor, ShardTensor]:
     """((x - mean) / deviation * weight + bias, mean, variance) over dims; the last two have no gradient."""
-    x = reduced(x)
+    x = sum_partial(x)
     dims = tuple(dims)
-    own_weight = None if weight is None else fitted(weight, x.spec)
-    own_bias = None if bias is None else fitted(bias, x.spec)
+    own_weight = None if weight is None else local_operand(weight, x.spec)
+    own_bias = None if bias is None else local_operand(bias, x.spec)
     y, mean, var = Normal.apply(local(x), own_weight, own_bias, eps, dims, x.spec.shares(*dims))
     left = kept(x.spec, dims, True)
     return wrap(y, x.spec), wrap(mean, left), wrap(var, left)
@@ -177,7 +177,7 @@ def layer_norm(
     cudnn_enable: bool = True,
 ) -> ShardTensor:
     """Normalize over the last dimensions, whole or split; weights have their global shape."""
-    x = reduced(input) if input.spec.partial else input
+    x = sum_partial(input) if input.spec.partial else input
     spec = x.spec
     first = len(spec.dims) - len(normalized_shape)
     is_whole = not spec.split_dims or spec.split_dims[-1] < first
@@ -186,8 +186,8 @@ def layer_norm(
     if not is_whole or has_split_weights:
         return normalized(x, last_dims(func, x, normalized_shape), eps, weight, bias)[0]
     if spec.copies > 1:
-        weight = shared(weight, spec)
-        bias = shared(bias, spec)
+        weight = scale_grad_by_replicas(weight, spec)
+        bias = scale_grad_by_replicas(bias, spec)
     if type(x) is not ShardTensor:  # a fake one bears no backward pass
         return wrap(F.layer_norm(local(x), normalized_shape, weight, bias, eps), spec)
     return wrap_result(torch.layer_norm(x, normalized_shape, weight, bias, eps), spec)
@@ -202,12 +202,12 @@ def rms_norm(
     eps: float | None = None,
 ) -> ShardTensor:
     """Divide by the root mean square of the last dimensions, whole or split. Forward is one all-reduce if split."""
-    x = reduced(input)
+    x = sum_partial(input)
     spec = x.spec
     dims = last_dims(func, input, normalized_shape)
     is_whole = not any(spec.is_split(dim) for dim in dims)
     if is_whole and not isinstance(weight, ShardTensor):
-        return wrap(F.rms_norm(local(x), normalized_shape, shared(weight, spec), eps), spec)
+        return wrap(F.rms_norm(local(x), normalized_shape, scale_grad_by_replicas(weight, spec), eps), spec)
     wide = dispatch(Tensor.to, x, torch.promote_types(x.dtype, torch.float32))
     square = dispatch(torch.mean, dispatch(torch.square, wide), dims, True)
     if eps is None:
@@ -287,7 +287,7 @@ def update(
 ) -> None:
     """Move running statistics (C,), if there are any, towards the `new` mean and variance, of C elements each."""
     if isinstance(new[0], ShardTensor):
-        new = local(replicated(dispatch(torch.stack, new)))  # (2, ...)
+        new = local(replicate(dispatch(torch.stack, new)))  # (2, ...)
     for running, value in zip((running_mean, running_var), new, strict=True):
         if running is not None:
             running.mul_(1 - momentum).add_(value.flatten().to(running.dtype), alpha=momentum)

@@ -21,8 +21,8 @@ from distributed.collectives import (
     reduce_from_region,
     tensor_on,
 )
-from distributed.shard.operands import reduced
-from distributed.shard.spec import Axes, Shares, Spec, over, part_of
+from distributed.shard.operands import sum_partial
+from distributed.shard.spec import Axes, Shares, Spec, mesh_dims_of, part_of
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 Dims = int | Sequence[int] | None  # None: all
@@ -55,7 +55,7 @@ def kept(spec: Spec, dims: Sequence[int], keepdim: bool = False) -> Spec:
 
 def reduced_spec(spec: Spec, dims: Sequence[int], keepdim: bool) -> Spec:
     """The spec of a sum over dims: partial over the mesh dimensions that split them."""
-    summed = over(*[spec.dims[d] for d in dims])
+    summed = mesh_dims_of(*[spec.dims[d] for d in dims])
     partial = tuple(sorted(summed.union(spec.partial)))
     return spec.with_dims(kept(spec, dims, keepdim).dims, partial)
 
@@ -94,7 +94,7 @@ def reduce_by(
     keepdim: bool,
 ) -> ShardTensor:
     """reduce(part, dims, keepdim) of the local part, and of the results of all ranks if dims are split."""
-    x = reduced(x)
+    x = sum_partial(x)
     part = local(x)
     shared_by = x.spec.shares(*dims)
     if shared_by is None:
@@ -186,7 +186,7 @@ def vector_norm(
             x = dispatch(Tensor.to, x, dtype)
         extremum = torch.amax if ord > 0 else torch.amin
         return dispatch(extremum, dispatch(torch.abs, x), dims_of(x.spec, dim), keepdim)
-    x = reduced(x)
+    x = sum_partial(x)
     dims = dims_of(x.spec, dim)
 
     def norm(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
@@ -334,7 +334,7 @@ def var(
         correction = int(unbiased)
     elif correction is None:
         correction = 1
-    input = reduced(input)
+    input = sum_partial(input)
     spec = input.spec
     part = local(input)
     if part.is_complex():
@@ -359,7 +359,7 @@ def cumsum(
     dtype: torch.dtype | None = None,
 ) -> ShardTensor:
     """Cumulative sum. Along a split dimension each rank adds the total of the ranks before it."""
-    input = reduced(input)
+    input = sum_partial(input)
     spec = input.spec
     part = local(input)
     (dim,) = dims_of(spec, dim)
@@ -381,7 +381,7 @@ def extremum(
     keepdim: bool = False,
 ) -> ShardTensor:
     """Maximum or minimum. Each extremal element receives an equal share of the gradient, on every rank."""
-    x = reduced(input)
+    x = sum_partial(input)
     spec = x.spec
     part = local(x)
     dims = dims_of(spec, dim)
@@ -457,7 +457,7 @@ def arg(
 
 def along(x: ShardTensor, dim: int, keepdim: bool, largest: bool) -> Any:
     """The extremum along one dimension and its index; one gather of both if the dimension is split."""
-    x = reduced(x)
+    x = sum_partial(x)
     spec = x.spec
     part = local(x)
     dims = dims_of(spec, dim)

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from distributed.collectives import tensor_on
 from distributed.halo import Interval
-from distributed.shard.operands import fitted, reduced
-from distributed.shard.rules.along import as_before, made_whole, on_whole
+from distributed.shard.operands import local_operand, sum_partial
+from distributed.shard.rules.along import on_whole, restore_sharding, unshard_dims
 from distributed.shard.rules.windows import (
     DIMENSIONS,
     Output,
@@ -198,12 +198,12 @@ def unpool(
 ) -> ShardTensor:
     """Put values at places in the whole image, on whole images of some channels or samples."""
     dims = images(input, func)
-    x = made_whole(input, dims)
+    x = unshard_dims(input, dims)
     part = local(x)
-    places = fitted(reduced(indices), x.spec)
+    places = local_operand(sum_partial(indices), x.spec)
     out = x.spec.resized(dict(zip(dims, output_size, strict=True)))
     y = func(part, places, output_size, *args) if part.numel() else no_outputs(part, out.local_shape)
-    return as_before(wrap(y, out), input.spec)
+    return restore_sharding(wrap(y, out), input.spec)
 
 
 @rule(F.interpolate)
@@ -218,7 +218,7 @@ def interpolate(
     antialias: bool = False,
 ) -> ShardTensor:
     """Every mode: weighted sums of rows along split dimensions, then the plain operation along the others."""
-    given = reduced(input)
+    given = sum_partial(input)
     count = len(input.spec.dims) - 2
     dims = range(2, count + 2)
     splits = splits_of(given, dims)
@@ -320,7 +320,7 @@ def pad(
 
     Raises ValueError if padding for reflect, replicate or circular is longer than the plain operation allows.
     """
-    given = reduced(input)
+    given = sum_partial(input)
     x = local(given)
     left = list(pad)  # for the plain operation: that of dimensions which are not split
     new = {}

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from distributed.shard.operands import fitted, gradient_spec, reduced, written
+from distributed.shard.operands import check_writable, gradient_spec, local_operand, sum_partial
 from distributed.shard.tensor import ShardTensor
 
 
@@ -27,18 +27,18 @@ def change_row(
 
     def fit(operand: Any) -> Any:
         # Only the rank that holds the row uses its copy of an operand.
-        return fitted(reduced(operand), spec, row.spec) if isinstance(operand, Tensor) else operand
+        return local_operand(sum_partial(operand), spec, row.spec) if isinstance(operand, Tensor) else operand
 
     own_args = [fit(operand) for operand in args]
     own_kwargs = {name: fit(operand) for name, operand in kwargs.items()}
     if row.is_own_row:
         func(row, *own_args, **own_kwargs)
-        return written(row)
+        return check_writable(row)
     assert row.row_of is not None
     operands = [*own_args, *own_kwargs.values()]
     take_part(row.row_of, operands)
     take_part(row, operands)
-    return written(row)
+    return check_writable(row)
 
 
 def take_part(x: Tensor, operands: Sequence[Any]) -> None:

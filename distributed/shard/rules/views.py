@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from distributed.collectives import Sizes
-from distributed.shard.operands import fitted, global_shape, gradient_spec
+from distributed.shard.operands import global_shape, gradient_spec, local_operand
 from distributed.shard.redistribute import recut
 from distributed.shard.rules.reductions import dims_of
-from distributed.shard.spec import Axes, Axis, Spec, merged, over, whole
+from distributed.shard.spec import Axes, Axis, Spec, merged, mesh_dims_of, unsplit_axes
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap, wrap_result
 
 Cut = dict[int, Sizes]  # {mesh dimension: sizes of its ranks}
@@ -63,7 +63,7 @@ def regrouped(
             else:
                 return None
         dims.append(taken)
-    if over(left):  # a split axis of size 1 at the end
+    if mesh_dims_of(left):  # a split axis of size 1 at the end
         if not dims:
             return None
         dims[-1] += left[::-1]
@@ -87,22 +87,22 @@ def _regrouped_behind(dims, shape, at, cut):
     # The new dimension that begins where dimension `at` does: it receives the elements ahead.
     front_size = _size_of(in_front)
     candidates = [i for i in range(len(shape)) if math.prod(shape[:i]) == front_size and shape[i] != 1]
-    if not candidates or over(behind):
+    if not candidates or mesh_dims_of(behind):
         return None
     place = candidates[0]
     inner_shape = shape[place + 1 :]
     inner = math.prod(inner_shape)
-    ahead = axes[0].ahead * _size_of(behind)
+    prefix = axes[0].prefix * _size_of(behind)
     outer = _size_of(axes) // max(inner, 1)
-    without_ahead = [axes[0]._replace(ahead=0), *axes[1:]]
-    new = regrouped(without_ahead, (outer, *inner_shape), cut)
+    without_prefix = [axes[0]._replace(prefix=0), *axes[1:]]
+    new = regrouped(without_prefix, (outer, *inner_shape), cut)
     before = regrouped(in_front, shape[:place], cut)
     if before is None or new is None or not new[0] or cut:
         return None
-    if ahead % inner or outer + ahead // inner != shape[place]:
+    if prefix % inner or outer + prefix // inner != shape[place]:
         return None
     first, *others = new[0]
-    first = first._replace(ahead=ahead // inner)
+    first = first._replace(prefix=prefix // inner)
     return (*before, (first, *others), *new[1:])
 
 
@@ -125,9 +125,9 @@ def reshaped_spec(
         shape[shape.index(-1)] = count // known if known else 0
     if math.prod(shape) != count:
         raise RuntimeError(f"shape '{shape}' is invalid for input of size {count}")
-    with_ahead = [d for d, axes in enumerate(spec.dims) if axes and axes[0].ahead]
-    if with_ahead:
-        dims = _regrouped_behind(spec.dims, shape, with_ahead[0], cut)
+    with_prefix = [d for d, axes in enumerate(spec.dims) if axes and axes[0].prefix]
+    if with_prefix:
+        dims = _regrouped_behind(spec.dims, shape, with_prefix[0], cut)
     else:
         dims = regrouped(chain(*spec.dims), shape, cut)
     if dims is None:
@@ -248,7 +248,7 @@ def complex_view(func: Callable, input: ShardTensor) -> ShardTensor:
     """Complex numbers as a last dimension of 2, which must be whole, and back."""
     spec = input.spec
     if func is torch.view_as_real:
-        return wrap(func(input.resolve_conj()), spec.with_dims((*spec.dims, whole(2))))
+        return wrap(func(input.resolve_conj()), spec.with_dims((*spec.dims, unsplit_axes(2))))
     if spec.is_split(-1):
         raise no_rule(func, (input,), {}, "the last dimension is split")
     return wrap(func(input), spec.with_dims(spec.dims[:-1]))
@@ -295,7 +295,7 @@ def expand(func: Callable, x: Tensor, *shape: Any, **keywords: Any) -> ShardTens
     if not isinstance(x, ShardTensor):
         other = next(iter((*shape, *keywords.values())))
         like = gradient_spec(other.spec)
-        return wrap(fitted(x, like).expand(like.local_shape), like)
+        return wrap(local_operand(x, like).expand(like.local_shape), like)
     shape = numbers(shape, keywords)
     ahead = len(shape) - len(x.spec.dims)  # new dimensions
     dims = []
@@ -304,9 +304,9 @@ def expand(func: Callable, x: Tensor, *shape: Any, **keywords: Any) -> ShardTens
         is_new = dim < ahead
         axes = () if is_new else x.spec.dims[dim - ahead]
         grows = is_new or (size != -1 and size != x.spec.shape[dim - ahead])
-        if grows and over(axes):
+        if grows and mesh_dims_of(axes):
             raise no_rule(func, (x,), {}, "a split dimension of size 1 cannot grow")
-        dims.append(whole(size) if grows else axes)
+        dims.append(unsplit_axes(size) if grows else axes)
         sizes.append(size if grows else -1)
     return wrap(x.expand(sizes), x.spec.with_dims(dims))
 

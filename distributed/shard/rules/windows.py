@@ -20,7 +20,7 @@ from torch import Tensor
 
 from distributed.collectives import Group, Sizes, at_least_float32, tensor_on
 from distributed.halo import HaloExchange, Interval, bounds
-from distributed.shard.operands import reduced, shared
+from distributed.shard.operands import scale_grad_by_replicas, sum_partial
 from distributed.shard.tensor import Rule, ShardTensor, flat, local, named, no_rule, rule, wrap
 from networks.vit import PerAxis
 
@@ -295,14 +295,14 @@ def spatially(
     split_weights = any(isinstance(a, ShardTensor) for a in flat(args, kwargs))
     if split_weights or not isinstance(input, ShardTensor):
         raise no_rule(func, (input, *args), kwargs, "the weights of a layer are plain tensors")
-    x = reduced(input)
+    x = sum_partial(input)
     dims = images(x, func)
     part = local(x)
     channels = dims[0] - 1
     if func in CONVOLUTIONS and x.spec.is_split(channels):
         raise no_rule(func, (x,), {}, "channels are split")
-    args = tuple([shared(a, x.spec) for a in args])
-    kwargs = {name: shared(a, x.spec) for name, a in kwargs.items()}
+    args = tuple([scale_grad_by_replicas(a, x.spec) for a in args])
+    kwargs = {name: scale_grad_by_replicas(a, x.spec) for name, a in kwargs.items()}
     splits = splits_of(x, dims)
     if splits:
         y, sizes = implementation(func, part, splits, *args, **kwargs)

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distributed.shard.operands import fitted, global_shape, gradient_spec, reduced, written
+from distributed.shard.operands import check_writable, global_shape, gradient_spec, local_operand, sum_partial
 from distributed.shard.rules.elementwise import adopt, is_for_all
 from distributed.shard.rules.indexing import dims_taken, getitem, index_items, locate
 from distributed.shard.rules.lookup import mask_of
 from distributed.shard.rules.rows import take_part
-from distributed.shard.spec import Spec, cut_over, over, whole
+from distributed.shard.spec import Spec, cut_over, mesh_dims_of, unsplit_axes
 from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, rule, wrap
 from utils.torch_private import storage_id
 
@@ -25,7 +25,7 @@ from utils.torch_private import storage_id
 def setitem(func: Callable, x: Tensor, index: Any, value: Any) -> None:
     """Assign to slices, rows, masks and tensors of indices; every rank writes its part of the value."""
     if not isinstance(x, ShardTensor) and isinstance(value, ShardTensor):
-        value = reduced(value)
+        value = sum_partial(value)
         if is_for_all(value.spec, (x, value)):
             x[index] = local(value)
             return
@@ -50,13 +50,13 @@ def _write_slices(func: Callable, x: ShardTensor, index: Any, value: Any) -> Non
     spec, local_index = locate(func, x, index_items(func, x, index))
     if isinstance(value, Tensor):
         # A row of a split dimension is a partial tensor: only its owner uses its copy of the value.
-        value = _without_leading_ones(reduced(value), len(spec.dims))
-        value = fitted(value, gradient_spec(spec), spec)
+        value = _without_leading_ones(sum_partial(value), len(spec.dims))
+        value = local_operand(value, gradient_spec(spec), spec)
     if local_index is None:
         take_part(x, [value])
     elif not _is_in_place(x, local_index, value):
         x[local_index] = value
-    written(x)
+    check_writable(x)
 
 
 def _is_in_place(x: Tensor, index: tuple, value: Any) -> bool:
@@ -139,7 +139,7 @@ def _write_places(func: Callable, x: ShardTensor, items: list[Any], value: Any) 
         # The host need not know which places these are, for which it would wait for the device.
         mask = selectors[0].to(x.device)
         dispatch(Tensor.masked_fill_, view, mask.reshape(*mask.shape, *ones), value)
-        written(x)
+        check_writable(x)
         return
     mask, order, shape = _mask_of_places(selectors, place_shape, x.device)
     over_after = mask.reshape(*mask.shape, *ones)
@@ -149,7 +149,7 @@ def _write_places(func: Callable, x: ShardTensor, items: list[Any], value: Any) 
         most = first + len(shape) + after
         spread = _spread(_without_leading_ones(value, most), order, shape, after)
         dispatch(Tensor.copy_, view, dispatch(torch.where, over_after, spread, view))
-    written(x)
+    check_writable(x)
 
 
 def _without_ellipsis(items: list[Any], dims: int) -> list[Any]:
@@ -244,14 +244,14 @@ def _write_split_mask(
 
 def _spec_of_target(func: Callable, x: Tensor, index: Any, value: Spec) -> Spec:
     """The spec of a plain tensor of which x[index] is to hold a tensor with the spec `value`: split in the same way."""
-    target = value.with_dims(map(whole, x.shape), ())
+    target = value.with_dims(map(unsplit_axes, x.shape), ())
     items = [item for item in index_items(func, wrap(x.detach(), target), index) if item is not None]
     if any(isinstance(item, Tensor) for item in items):
         raise no_rule(func, (wrap(x.detach(), target),), {}, "into a plain tensor, by a tensor of indices")
     dims = list(target.dims)
     left = [dim for dim, item in enumerate(items) if isinstance(item, slice)]
     for dim, axes in zip(left[::-1], value.dims[::-1], strict=False):
-        if not over(axes):
+        if not mesh_dims_of(axes):
             continue
         size = math.prod([axis.size for axis in axes])
         if size == x.shape[dim]:

@@ -47,7 +47,7 @@ class Weights(NamedTuple):
         return [f"{kind} ({len(names)}): {_listed(names)}" for kind, names in kinds.items() if names]
 
 
-def is_foreign(path: Path | str) -> bool:
+def is_external(path: Path | str) -> bool:
     """Tell whether a path holds weights of another program: a file, or a folder of .safetensors without a marker."""
     path = Path(path)
     return path.is_file() or (any(path.glob("*.safetensors")) and not (path / MARKER).exists())
@@ -95,7 +95,7 @@ def match_weights(config: Config) -> Weights:
     return found
 
 
-def load_foreign_weights(model: nn.Module, split: Split, config: Config, found: Weights) -> None:
+def load_external_weights(model: nn.Module, split: Split, config: Config, found: Weights) -> None:
     """Copy this rank's parts of the weights that were found into its part of the model. Nothing is communicated."""
     fill_weights(model, found.whole.items(), split)
     if found.partly:
