@@ -1,7 +1,7 @@
 # make demo   set up, make sample data, train a small model, forecast with it
 # make test   set up, run the tests without the slow ones; FILES=tests/test_vit.py or PYTEST_ARGS="-k name" run some,
 #             WORKERS=4 more at a time
-# make test-all   set up, run all tests; takes the same variables
+# make test-all   set up, run all tests, and print which lines they reach; takes the same variables, and COVERAGE= for none
 # make setup  the environment alone (.venv); TORCH="torch==2.11.0 --index-url ..." with another build of torch,
 #             SITE_TORCH=1 with the torch that a loaded module gives (docs/launch.md)
 # make lint   ruff: lint and format check; mypy: types; import-linter: what may import what
@@ -23,6 +23,7 @@ PY := $(BIN)/python
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 3# processes that share out the files of tests, each with about 4 GB; 0: none, for a debugger
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+COVERAGE ?= --cov
 
 demo: setup
 	$(BIN)/python -m weather.sample_data data/quick
@@ -35,7 +36,7 @@ test: .venv/installed-dev
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS) $(FILES)
 
 test-all: .venv/installed-dev .venv/installed-models
-	$(PYTEST) $(PYTEST_ARGS) $(FILES)
+	$(PYTEST) $(COVERAGE) $(PYTEST_ARGS) $(FILES)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
@@ -49,7 +50,7 @@ lint-docs:
 	@mkdir -p .cache/english && cp docs/english/.textlintrc.json docs/english/words.yml .cache/english
 	@cmp -s docs/english/package.json .cache/english/package.json || \
 	    { cp docs/english/package.json .cache/english && npm install --prefix .cache/english --no-package-lock --silent; }
-	cd .cache/english && node_modules/.bin/textlint ../../*.md ../../exercises/*.md ../../docs/*.md ../../docs/reference/*.md
+	cd .cache/english && node_modules/.bin/textlint ../../*.md ../../.github/SECURITY.md ../../exercises/*.md ../../docs/*.md ../../docs/reference/*.md
 
 figures: .venv/installed-dev
 	ONLY="$(ONLY)" $(BIN)/cog -r -U -I . -p "from docs.figures import above, difference, output, picture, source, table" docs/*.md docs/reference/*.md
@@ -105,15 +106,15 @@ clean:
 	grep -v '^torch==' requirements.txt | $(PIP) -r /dev/stdin
 	touch $@
 
-.venv/installed-dev: requirements-dev.txt requirements-site.txt requirements-era5.txt requirements-maps.txt requirements-dali.txt requirements-fp8.txt requirements-trackers.txt .venv/installed
-	$(PIP) -r requirements-dev.txt -r requirements-site.txt -r requirements-era5.txt -r requirements-maps.txt
-	$(PIP) -r requirements-dali.txt || echo "no NVIDIA DALI for this machine: its tests will be skipped"
-	$(PIP) -r requirements-fp8.txt || echo "no torchao for this machine: its tests will be skipped"
-	$(PIP) -r requirements-trackers.txt || echo "no MLflow or Weights & Biases: their tests will be skipped"
+.venv/installed-dev: requirements/dev.txt requirements/site.txt requirements/era5.txt requirements/maps.txt requirements/dali.txt requirements/fp8.txt requirements/trackers.txt .venv/installed
+	$(PIP) -r requirements/dev.txt -r requirements/site.txt -r requirements/era5.txt -r requirements/maps.txt
+	$(PIP) -r requirements/dali.txt || echo "no NVIDIA DALI for this machine: its tests will be skipped"
+	$(PIP) -r requirements/fp8.txt || echo "no torchao for this machine: its tests will be skipped"
+	$(PIP) -r requirements/trackers.txt || echo "no MLflow or Weights & Biases: their tests will be skipped"
 	touch $@
 
 # torch-harmonics names a single release of torch. What is used of it is Python alone and runs on others.
-.venv/installed-models: requirements-models.txt .venv/installed
-	$(BIN)/python -m pip freeze | $(PIP) -c /dev/stdin -r requirements-models.txt || echo "no public models for this machine: their tests will be skipped"
+.venv/installed-models: requirements/models.txt .venv/installed
+	$(BIN)/python -m pip freeze | $(PIP) -c /dev/stdin -r requirements/models.txt || echo "no public models for this machine: their tests will be skipped"
 	$(PIP) --no-deps torch-harmonics==0.9.3 || echo "no torch-harmonics for this machine: its test will be skipped"
 	touch $@

@@ -25,7 +25,7 @@ OUTSIDE = {
     "example_logs/README.md": "example_logs.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "SECURITY.md": "security.md",
+    ".github/SECURITY.md": "security.md",
 }  # the file in the repository and its page
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".ipynb": "json"}
 HOME = """\

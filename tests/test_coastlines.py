@@ -16,7 +16,7 @@ LINES = [[[0.0, 50.0], [10.0, 55.0], [20.0, 50.0]], [[-70.0, -10.0], [-80.0, -20
 @pytest.fixture
 def data_folder(monkeypatch, tmp_path):
     """The one folder in which cartopy looks for data; any attempt to download fails the test."""
-    cartopy = pytest.importorskip("cartopy", reason="pip install -r requirements-maps.txt")
+    cartopy = pytest.importorskip("cartopy", reason="pip install -r requirements/maps.txt")
     from cartopy.io import Downloader, shapereader
 
     asked = []

@@ -28,7 +28,7 @@ from weather.statistics import Statistics
 CPU = torch.device("cpu")
 absent = find_spec("nvidia") is None or find_spec("nvidia.dali") is None
 needs_dali = pytest.mark.skipif(
-    absent and "CI" not in os.environ, reason="DALI is not installed: pip install -r requirements-dali.txt"
+    absent and "CI" not in os.environ, reason="DALI is not installed: pip install -r requirements/dali.txt"
 )
 pytestmark = pytest.mark.timeout(100)
 
@@ -191,7 +191,7 @@ def test_signals_to_the_whole_group_let_the_trainer_save(trainer, tmp_path, numb
 def test_without_dali_one_line_says_what_to_install_before_anything_is_read(tiny_options, monkeypatch):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
     monkeypatch.delitem(sys.modules, "utils.data_loader_dali", raising=False)
-    with refusal("pip install -r requirements-dali.txt"):
+    with refusal("pip install -r requirements/dali.txt"):
         train.main(tiny_options(data_loader_config="dali", train_data_path="nowhere"))
 
 

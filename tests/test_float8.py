@@ -23,7 +23,7 @@ from training.assembly import build_step
 from training.float8 import has_float8, use_float8
 
 torchao = pytest.mark.skipif(
-    find_spec("torchao") is None and "CI" not in environ, reason="pip install -r requirements-fp8.txt"
+    find_spec("torchao") is None and "CI" not in environ, reason="pip install -r requirements/fp8.txt"
 )
 SIZES = {"embed_dim": 64, "global_batch_size": 4, "lr": 0.01, "num_iters": 50, "warmup": 5}
 
@@ -92,7 +92,7 @@ def test_a_missing_library_is_one_line_that_names_the_extra(tiny_options):
     words = tiny_options(amp_mode="fp8")
     done = subprocess.run([sys.executable, "-c", missing, *words], capture_output=True, text=True, timeout=200)
     assert done.returncode == 2 and done.stderr.startswith("error: amp_mode fp8: torchao cannot be imported")
-    assert "pip install -r requirements-fp8.txt" in done.stderr and done.stderr.count("\n") == 1
+    assert "pip install -r requirements/fp8.txt" in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def test_a_batch_is_copied_in_a_stream_of_its_own_and_computation_waits_for_it(t
     assert slot.copied is not None  # the buffer is not filled again before the copy is done
 
 
-@pytest.mark.skipif(importlib.util.find_spec("nvidia") is None, reason="pip install -r requirements-dali.txt")
+@pytest.mark.skipif(importlib.util.find_spec("nvidia") is None, reason="pip install -r requirements/dali.txt")
 def test_dali_leaves_rocm_to_the_host(monkeypatch):
     from utils.data_loader_dali import gpu_of
 

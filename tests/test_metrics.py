@@ -39,7 +39,7 @@ def scores(forecast, target, latitude, stds, climatology, batch):
 
 def test_rmse_and_acc_are_those_of_the_library_scores_whatever_the_batch():
     """Its cosine of the latitude is proportional to the areas of cells that end before the poles."""
-    why = "pip install -r requirements-dev.txt"
+    why = "pip install -r requirements/dev.txt"
     errors = pytest.importorskip("scores.continuous", reason=why)
     mse, rmse = errors.mse, errors.rmse
     create_latitude_weights = pytest.importorskip("scores.functions", reason=why).create_latitude_weights

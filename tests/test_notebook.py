@@ -19,8 +19,8 @@ from tests.support.refusals import refusal
 from tools import tensorboard_server
 from tools.tensorboard_server import find_log_folder
 
-nbformat = pytest.importorskip("nbformat", reason="pip install -r requirements-dev.txt")
-NotebookClient = pytest.importorskip("nbclient", reason="pip install -r requirements-dev.txt").NotebookClient
+nbformat = pytest.importorskip("nbformat", reason="pip install -r requirements/dev.txt")
+NotebookClient = pytest.importorskip("nbclient", reason="pip install -r requirements/dev.txt").NotebookClient
 notebooks = pytest.importorskip("docs.notebooks")
 NOTEBOOK = Path("start_tensorboard.ipynb")
 

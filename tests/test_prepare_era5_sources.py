@@ -275,7 +275,7 @@ def test_what_a_grib_file_holds_is_said_as_of_one_file(tmp_path):
 def test_without_cfgrib_its_installation_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "cfgrib.xarray_store", None)
     (tmp_path / "a.grib").write_bytes(b"GRIB and more")
-    with refusal("a.grib: is GRIB, which needs the package cfgrib .*: pip install -r requirements-era5.txt"):
+    with refusal("a.grib: is GRIB, which needs the package cfgrib .*: pip install -r requirements/era5.txt"):
         convert([tmp_path / "a.grib"], tmp_path / "out")
 
 

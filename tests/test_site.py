@@ -72,7 +72,7 @@ def test_drawings_are_those_of_their_code_and_each_is_shown():
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The site, built as `make site` builds it: a warning of a lost link or anchor is an error."""
-    pytest.importorskip("mkdocs", reason="pip install -r requirements-site.txt")
+    pytest.importorskip("mkdocs", reason="pip install -r requirements/site.txt")
     folder = tmp_path_factory.mktemp("site")
     line = re.search(r"^site:.*\n\t(.*mkdocs build.*)$", (ROOT / "Makefile").read_text(), re.M)[1]
     build = ["bash", "-c", line.replace("$(PY)", sys.executable) + f" --site-dir {folder}"]
@@ -106,7 +106,7 @@ def test_the_site_holds_every_page_and_needs_nothing_from_elsewhere(site):
 
 @pytest.fixture(scope="module")
 def browser():
-    api = pytest.importorskip("playwright.sync_api", reason="pip install -r requirements-site.txt")
+    api = pytest.importorskip("playwright.sync_api", reason="pip install -r requirements/site.txt")
     chromium = shutil.which("chromium")
     if not chromium and "CI" not in os.environ:
         pytest.skip("no chromium")

@@ -28,8 +28,8 @@ from weather.remote_store import RemoteOptions
 from weather.store_path import data_path
 from weather.year_reader import year_paths
 
-zarr = pytest.importorskip("zarr", reason="pip install -r requirements-era5.txt")
-fsspec = pytest.importorskip("fsspec", reason="pip install -r requirements-era5.txt")
+zarr = pytest.importorskip("zarr", reason="pip install -r requirements/era5.txt")
+fsspec = pytest.importorskip("fsspec", reason="pip install -r requirements/era5.txt")
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have a Zarr V3 specification")
 QUICKLY = RemoteOptions(retry_seconds=1)
 
@@ -129,7 +129,7 @@ def test_public_buckets_are_opened_without_an_account_and_others_with_it(protoco
 
 
 def test_a_library_that_is_missing_is_named_with_its_remedy():
-    with refusal("pip install -r requirements-era5.txt", "oss://bucket/all.zarr"):
+    with refusal("pip install -r requirements/era5.txt", "oss://bucket/all.zarr"):
         FieldDataset("oss://bucket/all.zarr", 20, (16, 32))
     with refusal("cannot be opened: Protocol not known: nowhere", "nowhere://all.zarr"):
         FieldDataset("nowhere://all.zarr", 20, (16, 32))

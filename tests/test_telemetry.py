@@ -234,7 +234,7 @@ def leveldb_records(log):
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])
 def test_a_missing_package_is_one_line(run, monkeypatch, name):
     monkeypatch.setattr("importlib.util.find_spec", lambda found: None)
-    line = f"--tracker {name}: this package is not installed: pip install -r requirements-trackers.txt"
+    line = f"--tracker {name}: this package is not installed: pip install -r requirements/trackers.txt"
     with refusal(line):
         run(tracker=name)
 

@@ -49,7 +49,7 @@ def as_weatherbench2_opens(store):
 
 
 def test_a_store_opens_as_weatherbench2_opens_it(tmp_path):
-    pytest.importorskip("zarr", reason="pip install -r requirements-era5.txt")
+    pytest.importorskip("zarr", reason="pip install -r requirements/era5.txt")
     fields = written(tmp_path)
     files = [xarray.open_dataset(tmp_path / file_name(start), engine="h5netcdf") for start in STARTS]
     xarray.concat(files, "time").drop_encoding().to_zarr(tmp_path / "forecast.zarr", zarr_format=2)

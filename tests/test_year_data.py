@@ -166,7 +166,7 @@ def test_dimensions_in_another_order_are_refused_in_hdf5(tmp_path):
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
 def test_dimensions_in_another_order_are_refused_in_zarr(tmp_path, zarr_format):
-    zarr = pytest.importorskip("zarr", reason="pip install -r requirements-era5.txt")
+    zarr = pytest.importorskip("zarr", reason="pip install -r requirements/era5.txt")
     for names in (("time", "channel", "lat", "lon"), ("time", "level", "row", "column"), ("time", "channel", "x", "y")):
         group = zarr.open_group(tmp_path / "1979.zarr", mode="w", zarr_format=zarr_format)
         own = {"dimension_names": names} if zarr_format == 3 else {"attributes": {"_ARRAY_DIMENSIONS": names}}

@@ -20,8 +20,8 @@ from training.tasks import build_task
 from weather import year_files
 from weather.dataset import FieldDataset
 
-zarr = pytest.importorskip("zarr", reason="pip install -r requirements-era5.txt")
-numcodecs = pytest.importorskip("numcodecs", reason="pip install -r requirements-era5.txt")
+zarr = pytest.importorskip("zarr", reason="pip install -r requirements/era5.txt")
+numcodecs = pytest.importorskip("numcodecs", reason="pip install -r requirements/era5.txt")
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have a Zarr V3 specification")
 STORED = {"plain 2": [], "plain 3": ["--zarr_format=3"], "compressed 3": ["--zarr_format=3", "--compressed"]}
 

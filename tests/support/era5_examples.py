@@ -13,7 +13,7 @@ from weather.channels import CHANNELS, QUANTITIES, channel_key
 if os.environ.get("CI"):
     import xarray
 else:
-    xarray = pytest.importorskip("xarray", reason="pip install -r requirements-era5.txt")
+    xarray = pytest.importorskip("xarray", reason="pip install -r requirements/era5.txt")
     pytest.importorskip("zarr")
     pytest.importorskip("h5netcdf")
 
@@ -80,7 +80,7 @@ def reference_hours(data):
 
 def save_grib(data, path):
     """Write GRIB 2, a message for each field, with 24 bits a value."""
-    eccodes = pytest.importorskip("eccodes", reason="pip install -r requirements-era5.txt")
+    eccodes = pytest.importorskip("eccodes", reason="pip install -r requirements/era5.txt")
     short_names = {"u10": "10u", "v10": "10v", "t2m": "2t"}
     grid = {"Ni": W, "Nj": H, "iDirectionIncrementInDegrees": 360 / W, "jDirectionIncrementInDegrees": 180 / (H - 1)}
     grid |= {"latitudeOfFirstGridPointInDegrees": 90.0, "latitudeOfLastGridPointInDegrees": -90.0}
