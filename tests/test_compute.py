@@ -79,6 +79,8 @@ def test_the_whole_model_compiles_to_one_graph_and_alternating_with_validation_c
 
 def test_what_compiles_is_not_ended_by_the_signal_that_stops_a_run(tiny_config):
     """A scheduler signals every process of a job, and torch waits without end for a compiler that is gone."""
+    compiled(torch.neg)
+    torch._dynamo.reset()  # takes away all callbacks, those of the product too
     model, _ = build(tiny_config(enable_jit=True, depth=1))
     x, _ = batch(tiny_config())
     blocked = []

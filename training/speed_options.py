@@ -88,7 +88,9 @@ def compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@cache
+_held_back = ExitStack()  # the stop signals, while something compiles
+
+
 def hold_signals_back_in_compilations() -> None:
     """From now on the processes that compile for this one never receive a stop signal.
 
@@ -97,9 +99,18 @@ def hold_signals_back_in_compilations() -> None:
     """
     from torch._dynamo.callback import callback_handler
 
-    held = ExitStack()
-    callback_handler.register_start_callback(lambda _: held.enter_context(stop_signals_held_back()))
-    callback_handler.register_end_callback(lambda _: held.close())
+    # Whoever calls torch._dynamo.reset() takes all callbacks away, so each compilation looks whether they are there.
+    if _hold_signals_back not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_hold_signals_back)
+        callback_handler.register_end_callback(_let_signals_come)
+
+
+def _hold_signals_back(_: object) -> None:
+    _held_back.enter_context(stop_signals_held_back())
+
+
+def _let_signals_come(_: object) -> None:
+    _held_back.close()
 
 
 @cache
