@@ -47,22 +47,21 @@ class FourierFilter(nn.Module):
         size = x.shape[1:3]
         # Half precision has no transforms of every size.
         wide = torch.promote_types(dtype, torch.float32)
-        x = x.to(wide)
-        spectrum = torch.fft.rfft2(x, dim=(1, 2), norm="ortho")  # (B, h, w / 2 + 1, D), complex
-        spectrum = spectrum.unflatten(-1, (self.num_blocks, -1))  # (B, h, w / 2 + 1, k, d)
+        x = torch.fft.rfft2(x.to(wide), dim=(1, 2), norm="ortho")  # (B, h, w / 2 + 1, D), complex
+        x = x.unflatten(-1, (self.num_blocks, -1))  # (B, h, w / 2 + 1, k, d)
 
         # A network of two layers acts on each frequency alone.
         weight1 = self.weight1.to(wide)
-        real, imaginary = self._layer(spectrum.real, spectrum.imag, weight1, self.bias1)
+        real, imaginary = self._layer(x.real, x.imag, weight1, self.bias1)
         real = F.relu(real)
         imaginary = F.relu(imaginary)
         weight2 = self.weight2.to(wide)
         real, imaginary = self._layer(real, imaginary, weight2, self.bias2)
 
-        parts = torch.stack([real, imaginary], -1)  # (B, h, w / 2 + 1, k, d, 2)
-        sparse = F.softshrink(parts, self.sparsity)
-        spectrum = torch.view_as_complex(sparse.to(wide)).flatten(-2)  # (B, h, w / 2 + 1, D), complex
-        x = torch.fft.irfft2(spectrum, s=size, dim=(1, 2), norm="ortho")  # (B, h, w, D)
+        x = torch.stack([real, imaginary], -1)  # (B, h, w / 2 + 1, k, d, 2)
+        x = F.softshrink(x, self.sparsity)
+        x = torch.view_as_complex(x.to(wide)).flatten(-2)  # (B, h, w / 2 + 1, D), complex
+        x = torch.fft.irfft2(x, s=size, dim=(1, 2), norm="ortho")  # (B, h, w, D)
         return x.to(dtype)
 
     def _layer(

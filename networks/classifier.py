@@ -23,8 +23,8 @@ class NormalizedPatchEmbed(PatchEmbed):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, C, *img_size) -> tokens, (B, N, D)."""
-        tokens = super().forward(x)
-        return F.relu(self.norm(tokens))
+        tokens = self.norm(super().forward(x))
+        return F.relu(tokens)
 
 
 class ClassHead(nn.Module):

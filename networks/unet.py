@@ -78,7 +78,7 @@ class UNet(nn.Module):
             skips.append(x)
             x = block(self.pool(x))  # (B, 2 C, H / 2, W / 2)
         for up, join in zip(self.up, self.join, strict=True):
-            finer = up(x)  # (B, C / 2, 2 H, 2 W)
-            with_skip = torch.cat([finer, skips.pop()], 1)  # (B, C, 2 H, 2 W)
-            x = join(with_skip)  # (B, C / 2, 2 H, 2 W)
+            x = up(x)  # (B, C / 2, 2 H, 2 W)
+            x = torch.cat([x, skips.pop()], 1)  # (B, C, 2 H, 2 W)
+            x = join(x)  # (B, C / 2, 2 H, 2 W)
         return self.head(x)

@@ -132,8 +132,9 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, N, D) -> (B, N, D)."""
-        hidden = F.gelu(self.fc1(x))  # (B, N, hidden_dim)
-        return self.fc2(self.drop(hidden))
+        x = F.gelu(self.fc1(x))  # (B, N, hidden_dim)
+        x = self.drop(x)
+        return self.fc2(x)
 
 
 class Block(nn.Module):
