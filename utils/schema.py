@@ -34,8 +34,10 @@ Options = TypeVar("Options")
 
 def spell_optimizer(name: Any) -> Any:
     """The name of an optimizer as the schema has it: muon -> Muon. Anything else stays as it is."""
+    if not isinstance(name, str):
+        return name
     names = {"adam": "Adam", "adamw": "AdamW", "muon": "Muon"}
-    return names.get(name.lower(), name) if isinstance(name, str) else name
+    return names.get(name.lower(), name)
 
 
 def key(description: str, default: Any = ..., affects: Affects = "result", **bounds: Any) -> Any:
@@ -251,8 +253,12 @@ class Config(BaseModel):
         whole = Layout(world_size, *sizes, order=self.parallel_order, domain=domain)
         if self.data_parallel != "hsdp":
             return whole
-        inside = max(1, math.gcd(ranks_per_node or whole.dp, world_size) // math.prod((*sizes, *domain)))
-        return Layout(world_size, *sizes, self.dp_shard or math.gcd(inside, whole.dp), self.parallel_order, domain)
+        # Of the ranks of a node, those with the same part of a model can share one copy of its parameters.
+        ranks_inside = math.gcd(ranks_per_node or whole.dp, world_size)
+        ranks_of_model = math.prod((*sizes, *domain))
+        dp_inside = max(1, ranks_inside // ranks_of_model)
+        shard = self.dp_shard or math.gcd(dp_inside, whole.dp)
+        return Layout(world_size, *sizes, shard, self.parallel_order, domain)
 
 
 ALIASES = {"tensor_parallel": ["row_parallel_size"]}  # other names of an option
