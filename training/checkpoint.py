@@ -161,7 +161,12 @@ class CheckpointFolder:
     refuses, be it this write or the one before; a checkpoint that was there before stays whole.
     """
 
-    def __init__(self, path: Path | str, keep: int, config: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        path: Path | str,
+        keep: int,
+        config: dict[str, Any] | None = None,
+    ):
         self.path, self.keep, self.config = Path(path), keep, config
         self.stall_seconds: float | None = None
         self.write_seconds: float | None = None
@@ -223,7 +228,13 @@ class CheckpointFolder:
         if self._group is None and comm.world_size() > 1:
             self._group = comm.new_cpu_group()
 
-    def _write(self, tensors: State, marker: Marker, final: Path, device: int | None) -> None:
+    def _write(
+        self,
+        tensors: State,
+        marker: Marker,
+        final: Path,
+        device: int | None,
+    ) -> None:
         """In the background, on every rank."""
         import torch.distributed.checkpoint as dcp  # slow to import
 
@@ -305,7 +316,10 @@ class CheckpointFolder:
                 shutil.rmtree(folder)
 
 
-def first_whole(folders: Iterable[Path], verify: Callable[[Path], Marker] = verify) -> tuple[Path, Marker] | None:
+def first_whole(
+    folders: Iterable[Path],
+    verify: Callable[[Path], Marker] = verify,
+) -> tuple[Path, Marker] | None:
     """Folder and marker of the first whole one of these checkpoints, None where there is none.
 
     verify: gives the marker of a whole checkpoint, and raises CheckpointError for another; by default that of one

@@ -32,7 +32,11 @@ HASH = "xxh3_128"  # of new checkpoints
 READ_BYTES = 2**20  # what stays in a processor's cache between reading and hashing
 
 
-def write_shards(path: Path, tensors: dict[str, Tensor], offsets: dict[str, list[int]]) -> dict[str, Any]:
+def write_shards(
+    path: Path,
+    tensors: dict[str, Tensor],
+    offsets: dict[str, list[int]],
+) -> dict[str, Any]:
     """Write shards, contiguous tensors on the CPU, and where they begin. Returns and raises as write_safetensors."""
     places = {name: {"saved_offsets": offset} for name, offset in offsets.items()}
     return write_safetensors(path, tensors, {"DCP_SHARDING_INFO": json.dumps(places), "format": "pt"})
@@ -47,7 +51,11 @@ DTYPES = {
 }  # fmt: skip
 
 
-def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict[str, Any]:
+def write_safetensors(
+    path: Path,
+    tensors: dict[str, Tensor],
+    metadata: dict[str, str],
+) -> dict[str, Any]:
     """Write contiguous CPU tensors {name: tensor} and metadata {name: text} to a file, and see it safely on disk.
 
     Returns size and XXH3 of what was to be written. The hash is that of the tensors in memory, and the file is not read
@@ -199,7 +207,10 @@ def verify_together(folder: Path) -> Marker:
     return marker
 
 
-def damage_of(folder: Path, files: Iterable[tuple[str, dict[str, Any]]]) -> CheckpointError | UsageError | None:
+def damage_of(
+    folder: Path,
+    files: Iterable[tuple[str, dict[str, Any]]],
+) -> CheckpointError | UsageError | None:
     """The first thing that is wrong with some files, (name, as written) each, that rank 0 sees; None if all is well."""
     for name, written in files:
         if not (folder / name).exists():  # no damage: another checkpoint, or none, would be taken for the newest

@@ -23,7 +23,11 @@ class ShardWriter(StorageWriter):
     the interpreter lock, without which training cannot go on, while it does.
     """
 
-    def __init__(self, folder: Path, complete: Callable[[dict[str, Any]], None]):
+    def __init__(
+        self,
+        folder: Path,
+        complete: Callable[[dict[str, Any]], None],
+    ):
         super().__init__()
         self.folder, self.complete = folder, complete
 
@@ -68,7 +72,10 @@ class ShardWriter(StorageWriter):
         return True
 
 
-def shards_of(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+def shards_of(
+    plan: SavePlan,
+    planner: SavePlanner,
+) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
     """{name: shard} of all that a rank writes, and {name: where it begins in the whole tensor}.
 
     Raises ValueError for two shards of one tensor, and for what no file can hold.

@@ -126,7 +126,10 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
     raise ValueError(f"it holds no tensors by name, here or in {', '.join(NESTED)}")
 
 
-def _renamed(tensors: dict[str, Tensor], path: str | None) -> dict[str, Tensor]:
+def _renamed(
+    tensors: dict[str, Tensor],
+    path: str | None,
+) -> dict[str, Tensor]:
     """The tensors by the names that a YAML file of {pattern: replacement} gives them; null leaves a tensor out."""
     if path is None:
         return tensors
@@ -152,7 +155,10 @@ def _renamed(tensors: dict[str, Tensor], path: str | None) -> dict[str, Tensor]:
     return tensors
 
 
-def _with_new_channels(config: Config, partly: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _with_new_channels(
+    config: Config,
+    partly: dict[str, Tensor],
+) -> Iterator[tuple[str, Tensor]]:
     """(name, value) of weights of convolutions: the stored input channels, and behind them those that are drawn."""
     for name, drawn in initial_weights(config):
         if name in partly:

@@ -46,7 +46,12 @@ class Iteration:
         self.step_range.close()
         self.after_step(output)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: object,
+    ) -> bool:
         self.step_range.close()
         if self.lost_data is None or error is not self.lost_data:
             return False

@@ -186,7 +186,11 @@ def arguments_of(Model: Callable[..., Any]) -> tuple[set[str], bool]:
     return named, True
 
 
-def call_with(Model: Callable[..., Any], arguments: dict[str, Any], given: Collection[str]) -> Any:
+def call_with(
+    Model: Callable[..., Any],
+    arguments: dict[str, Any],
+    given: Collection[str],
+) -> Any:
     """Model(**arguments), without those that a class gives the class it inherits from itself. given: not left out."""
     try:
         return Model(**arguments)
@@ -280,7 +284,11 @@ def inspect_model(config: Config) -> ModelInfo:
     return ModelInfo(shape, parameters, usage.flops // samples, points_kept_together(model), usage)
 
 
-def check_made(model: nn.Module, weights: Mapping[str, nn.Parameter], config: Config) -> None:
+def check_made(
+    model: nn.Module,
+    weights: Mapping[str, nn.Parameter],
+    config: Config,
+) -> None:
     """Raise UsageError where a forward pass has made a weight. weights: those that the model had before it, by name."""
     for name, parameter in model.named_parameters():
         if parameter is not weights.get(name):

@@ -95,7 +95,11 @@ def _survives_json(value):
     return json.loads(text) == value
 
 
-def restore_weights(model: nn.Module, weights: dict[str, Any], extra: dict[str, Any]) -> None:
+def restore_weights(
+    model: nn.Module,
+    weights: dict[str, Any],
+    extra: dict[str, Any],
+) -> None:
     """Put back what `collect_weights` and `collect_extra` have given. Raises RuntimeError where names do not fit."""
     held = weights | extra
     later = later_names(model)

@@ -69,7 +69,10 @@ def muon_builder(
     )
 
 
-def parameter_groups(config: Config, roles: Iterable[Role]) -> list[dict[str, Any]]:
+def parameter_groups(
+    config: Config,
+    roles: Iterable[Role],
+) -> list[dict[str, Any]]:
     """One group for each kind of parameter, each with its weight decay, and whether Muon trains it.
 
     Fused kernels do not take DTensors and plain tensors together.

@@ -21,7 +21,10 @@ Buffers = list[tuple[nn.Module, str, Tensor]]  # (module, attribute, value)
 
 
 def checkpointed(
-    forward: Callable[..., Any], module: nn.Module | None, inner: Callable[[], Contexts] | None = None, **options: Any
+    forward: Callable[..., Any],
+    module: nn.Module | None,
+    inner: Callable[[], Contexts] | None = None,
+    **options: Any,
 ) -> Callable[..., Any]:
     """A function that keeps only its arguments for the backward pass, where it is called a second time.
 

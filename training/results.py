@@ -19,7 +19,12 @@ FORECASTS = {"model": "rmse", "persistence": "persistence_rmse", "climatology": 
 TAGS = {"val_loss": "Loss/valid", "acc": "valid_acc", "accuracy": "valid_accuracy"}
 
 
-def write_validation(logger: Logger, scores: dict[str, Any], figures: Figures, iteration: int) -> None:
+def write_validation(
+    logger: Logger,
+    scores: dict[str, Any],
+    figures: Figures,
+    iteration: int,
+) -> None:
     """Log one validation: its scores, numbers or {channel: number}, and its pictures."""
     values = {}
     for kind, score in scores.items():

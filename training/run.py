@@ -61,7 +61,13 @@ class Run:
     finished already has no batches and only shows its result.
     """
 
-    def __init__(self, config: Config, step: TrainingStep, task: Task, loaders: Sequence[BatchLoader]):
+    def __init__(
+        self,
+        config: Config,
+        step: TrainingStep,
+        task: Task,
+        loaders: Sequence[BatchLoader],
+    ):
         check_start(config)
         check_tracker(config)
         self.folder = RunFolder(config)

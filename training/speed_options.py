@@ -123,7 +123,10 @@ def blocks_of(model: nn.Module, option: str) -> list[nn.Module]:
 
 
 def checkpoint_activations(
-    blocks: Iterable[nn.Module], selective: bool = False, generators: bool = True, compiles: bool = False
+    blocks: Iterable[nn.Module],
+    selective: bool = False,
+    generators: bool = True,
+    compiles: bool = False,
 ) -> None:
     """Keep only the input of each block for the backward pass, which computes the block a second time.
 

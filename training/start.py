@@ -13,7 +13,11 @@ from utils.launch import read_launch
 from utils.schema import Config
 
 
-def start(script: str, argv: list[str] | None, description: str | None) -> tuple[Config, torch.device, Task]:
+def start(
+    script: str,
+    argv: list[str] | None,
+    description: str | None,
+) -> tuple[Config, torch.device, Task]:
     """The settings of this run, this rank's device, and the task.
 
     script: its name in utils.config.SCRIPTS, which has its file of configs and the keys by which it splits a model.

@@ -50,7 +50,14 @@ class TrainingStep:
     of all that draws random numbers: it seeds dropout.
     """
 
-    def __init__(self, config: Config, device: torch.device, parallel: ParallelModel, optimizer: Optimizer, task: Task):
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        parallel: ParallelModel,
+        optimizer: Optimizer,
+        task: Task,
+    ):
         self.config, self.device, self.parallel, self.optimizer = config, device, parallel, optimizer
         self.task = task
         self.model_parallel = bool(parallel.split.dims or parallel.split.specs or parallel.pipeline)
@@ -69,7 +76,13 @@ class TrainingStep:
         self.captured: dict[torch.Size, CapturedStep] = {}  # by the target's shape: one for each length of a rollout
         self.streams = RandomStreams(config.seed, config.sequence_parallel)
 
-    def __call__(self, iteration: int, x: Tensor, y: Tensor, log_norm: bool = False) -> StepOutput:
+    def __call__(
+        self,
+        iteration: int,
+        x: Tensor,
+        y: Tensor,
+        log_norm: bool = False,
+    ) -> StepOutput:
         """One step, of an iteration from 0, on this rank's part of the batch: input x and target y, (B, ...).
 
         log_norm: measure the norm of the gradient. It is also measured where it is needed for clipping, and in a CUDA

@@ -43,7 +43,11 @@ class Telemetry:
         if is_first and self.clock.iterations <= WARMUP_ITERATIONS:
             self.called = count_calls()
 
-    def read(self, iteration: int, stop: bool) -> tuple[list[float], Reading, bool]:
+    def read(
+        self,
+        iteration: int,
+        stop: bool,
+    ) -> tuple[list[float], Reading, bool]:
         """Bring what the last iterations left to the host: the one place where it waits for the device.
 
         stop: whether this rank was asked to stop. Returns the losses, means over the batch of all ranks; the reading;

@@ -32,7 +32,11 @@ class Role(NamedTuple):
     is_hidden: bool
 
 
-def weight_roles(model: nn.Module, split: Split, hidden: Sequence[str] = ()) -> list[Role]:
+def weight_roles(
+    model: nn.Module,
+    split: Split,
+    hidden: Sequence[str] = (),
+) -> list[Role]:
     """The roles of the weights that are not frozen, in the order of the model. A tied weight has its first name.
 
     model: this rank's part. hidden: patterns of the names of hidden layers' matrices; the last one that matches a name

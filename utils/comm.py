@@ -62,7 +62,11 @@ _patience = datetime.timedelta(seconds=600)  # of every group
 _meshes: dict[str, DeviceMesh] = {}
 
 
-def init(device_name: str = "auto", timeout: float = 600, cpu_offload: bool = False) -> torch.device:
+def init(
+    device_name: str = "auto",
+    timeout: float = 600,
+    cpu_offload: bool = False,
+) -> torch.device:
     """Connect the processes of this run; returns this one's device.
 
     timeout: a rank waits so many seconds for another. The backend is that of utils.device.backend_for; with

@@ -103,7 +103,10 @@ def read_named_config(path: Path | str, name: str) -> dict[str, Any]:
     return configs[name]
 
 
-def read_mappings(path: Path | str, kind: str) -> dict[str, dict[str, Any]]:
+def read_mappings(
+    path: Path | str,
+    kind: str,
+) -> dict[str, dict[str, Any]]:
     """All named mappings of a YAML file, unchecked. kind: what they are, for the message of the UsageError."""
     text = read_text(_or_ours(path))
     with reported_as_usage_error(ValueError, str(path)):
@@ -137,7 +140,11 @@ def parse_yaml(text: str) -> Any:
 
 
 def check_config(
-    settings: dict[str, Any], name: str, where: str, options: Collection[str] = (), world_size: int | None = None
+    settings: dict[str, Any],
+    name: str,
+    where: str,
+    options: Collection[str] = (),
+    world_size: int | None = None,
 ) -> Config:
     """Config from a mapping; `options` names the keys that came from the command line, for the message.
 
@@ -261,7 +268,12 @@ def differing_keys(old: Config, new: Config, *affecting: Affects) -> list[str]:
     return [key for key in keys if getattr(old, key) != getattr(new, key)]
 
 
-def explain(error: ValidationError, schema: type[BaseModel], where: str, options: Collection[str] = ()) -> str:
+def explain(
+    error: ValidationError,
+    schema: type[BaseModel],
+    where: str,
+    options: Collection[str] = (),
+) -> str:
     """One line about the first value that does not fit the schema; `options` came from the command line."""
     problem = min(error.errors(), key=lambda problem: problem["type"] == "missing")  # a misspelt key first
     name, *deeper = map(str, problem["loc"])
@@ -312,7 +324,11 @@ def _scalar(text: str) -> Any:
         return text
 
 
-def parse_command_line(argv: Sequence[str], description: str | None, yaml_config: str) -> dict[str, Any]:
+def parse_command_line(
+    argv: Sequence[str],
+    description: str | None,
+    yaml_config: str,
+) -> dict[str, Any]:
     """{option: value} of the words of a command line, `yaml_config` and `config` always. Raises UsageError."""
     parser = ArgumentParser(
         description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,

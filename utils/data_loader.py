@@ -61,7 +61,12 @@ class BatchLoader:
         """Number of samples in the dataset."""
         return len(self.dataset)
 
-    def train(self, seed: int, start: int, stop: int) -> Generator[Batch, None, None]:
+    def train(
+        self,
+        seed: int,
+        start: int,
+        stop: int,
+    ) -> Generator[Batch, None, None]:
         """Batches of the training steps start, ..., stop - 1."""
         yield from self._paced(self._shared_batches(self.order(seed), range(start, stop)))
 

@@ -67,7 +67,10 @@ def _number(kind, name, least, most):
 
 
 @contextmanager
-def reported_as_usage_error(kind: type[Exception] | tuple[type[Exception], ...], where: str) -> Iterator[None]:
+def reported_as_usage_error(
+    kind: type[Exception] | tuple[type[Exception], ...],
+    where: str,
+) -> Iterator[None]:
     """Turn an exception of `kind`, from a module that knows no settings, into a UsageError that begins with `where`."""
     try:
         yield

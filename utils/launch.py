@@ -148,7 +148,11 @@ def interface_addresses() -> dict[str, str]:
     return addresses
 
 
-def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
+def _number(
+    env: Mapping[str, str],
+    name: str,
+    otherwise: int | None = None,
+) -> int:
     try:
         value = int(env[name] if otherwise is None else env.get(name, otherwise))
     except KeyError:

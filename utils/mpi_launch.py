@@ -144,14 +144,21 @@ def mpi_port(env: Mapping[str, str]) -> int:
     return FIRST_PORT + zlib.crc32(shared.encode()) % PORTS
 
 
-def _first_set(env: Mapping[str, str], names: tuple[str, ...]) -> str | None:
+def _first_set(
+    env: Mapping[str, str],
+    names: tuple[str, ...],
+) -> str | None:
     for name in names:
         if name in env:
             return name
     return None
 
 
-def _number(env: Mapping[str, str], name: str, least: int = 0) -> int:
+def _number(
+    env: Mapping[str, str],
+    name: str,
+    least: int = 0,
+) -> int:
     try:
         value = int(env[name])
     except ValueError:

@@ -27,7 +27,12 @@ def training_indices(num_samples: int, batch_size: int, seed: int, iteration: in
     return np.array(indices)
 
 
-def own_positions(count: int, rank: int, ranks: int, micro_batches: int = 1) -> np.ndarray:
+def own_positions(
+    count: int,
+    rank: int,
+    ranks: int,
+    micro_batches: int = 1,
+) -> np.ndarray:
     """Places in a batch of `count` samples of those that a rank has, micro-batch after micro-batch: (count / ranks,).
 
     Each micro-batch is shared out by itself. So the i-th micro-batches of all ranks are together the i-th of one

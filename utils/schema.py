@@ -40,7 +40,12 @@ def spell_optimizer(name: Any) -> Any:
     return names.get(name.lower(), name)
 
 
-def key(description: str, default: Any = ..., affects: Affects = "result", **bounds: Any) -> Any:
+def key(
+    description: str,
+    default: Any = ...,
+    affects: Affects = "result",
+    **bounds: Any,
+) -> Any:
     """A field of the schema: its meaning, its default (none where it must be given), what it affects, and its bounds.
 
     affects:

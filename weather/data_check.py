@@ -117,7 +117,12 @@ class DataCheck:
     Attributes: looked_at, the number of frames; seconds, how long it took; sums, of the first data set, a FrameSums.
     """
 
-    def __init__(self, datasets: Sequence[FieldDataset], mode: str, part: tuple[int, int] = (0, 1)):
+    def __init__(
+        self,
+        datasets: Sequence[FieldDataset],
+        mode: str,
+        part: tuple[int, int] = (0, 1),
+    ):
         self.mode, self.looks_at_all = mode, mode == "all"
         self.checked = [CheckedDataset(dataset, self.looks_at_all) for dataset in datasets]
         sampled = sampled_looks(datasets)
@@ -230,7 +235,13 @@ def sampled_rows(dataset: FieldDataset) -> np.ndarray:
     return np.union1d(northern, southern)
 
 
-def describe_problem(path: object, axis: TimeAxis | None, frame: int, name: str, problem: Problem) -> str:
+def describe_problem(
+    path: object,
+    axis: TimeAxis | None,
+    frame: int,
+    name: str,
+    problem: Problem,
+) -> str:
     """The message: file, frame, date, channel, place, value and what it looks like. name: of the channel."""
     date = f" ({show(axis.dates[frame])})" if axis is not None else ""
     channel = f"channel {problem.channel} ({name})"

@@ -113,7 +113,11 @@ class FieldDataset:
         for later, part in enumerate(parts):
             self.files[number].read(frame + later * self.dt, part, self.rows, self.columns)
 
-    def dates(self, indices: Sequence[int] | np.ndarray, steps: int) -> np.ndarray:
+    def dates(
+        self,
+        indices: Sequence[int] | np.ndarray,
+        steps: int,
+    ) -> np.ndarray:
         """The dates of the frames from which `steps` steps start, (len(indices), steps) datetime64[s], in UTC."""
         first, last = (self.inputs - 1) * self.dt, (self.inputs - 1 + steps) * self.dt
         dates = []

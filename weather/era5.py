@@ -27,7 +27,12 @@ class Era5:
     Raises UsageError if the stores do not fit together.
     """
 
-    def __init__(self, addresses: Iterable[Path | str | Store], block: int = 1, kept_bytes: int = KEPT_BYTES):
+    def __init__(
+        self,
+        addresses: Iterable[Path | str | Store],
+        block: int = 1,
+        kept_bytes: int = KEPT_BYTES,
+    ):
         self.block, self.most_bytes = block, kept_bytes
         self.stores: list[Store] = []
         for address in addresses:

@@ -189,7 +189,11 @@ class Index:
                 most = max(most, chunk)
         return self.blocks.kept_bytes(most)
 
-    def read(self, quantity: str, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def read(
+        self,
+        quantity: str,
+        times: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Values (T, L, H, W) float32 at all needed levels, and the number of the source (T, L) of each.
 
         A value is of the first source that holds the instant; where that one has NaN, of the next one.

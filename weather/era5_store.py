@@ -78,7 +78,12 @@ class Store:
         size = chunks.get(self.axes["time"], 1)
         return int(np.max(size))  # a tuple where they are not all of one size
 
-    def read(self, quantity: str, levels: Sequence[float | None], frames: np.ndarray) -> np.ndarray:
+    def read(
+        self,
+        quantity: str,
+        levels: Sequence[float | None],
+        frames: np.ndarray,
+    ) -> np.ndarray:
         """(T, L, H, W) float32 in ERA5's units, at levels ([None]: surface) and indices of times. Raises UsageError."""
         read = []
         for field, indices in self._parts(quantity, levels):

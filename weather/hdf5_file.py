@@ -79,7 +79,11 @@ def check_filters(fields: h5py.Dataset, where: str) -> None:
         )
 
 
-def check_written(fields: h5py.Dataset, where: str, above: tuple[str, ...] = ()) -> None:
+def check_written(
+    fields: h5py.Dataset,
+    where: str,
+    above: tuple[str, ...] = (),
+) -> None:
     """Raise UsageError where parts of a dataset were never written: HDF5 would read zeros there, without a word.
 
     Virtual datasets are followed to the files that they are made of. where: the file and the dataset, for the message.
@@ -102,7 +106,11 @@ def check_written(fields: h5py.Dataset, where: str, above: tuple[str, ...] = ())
         raise UsageError(f"{where}: {total - written} of {total} chunks were never written: the file was not finished")
 
 
-def _check_virtual(fields: h5py.Dataset, where: str, above: tuple[str, ...]) -> None:
+def _check_virtual(
+    fields: h5py.Dataset,
+    where: str,
+    above: tuple[str, ...],
+) -> None:
     """Look at every source of a virtual dataset: its file, its dataset, its size, and that all of it is mapped."""
     file_name = str(Path(fields.file.filename).resolve())
     if file_name in above:

@@ -42,7 +42,13 @@ class Hdf5Year(YearFile):
         """Close the file."""
         self.opened.close()
 
-    def _read(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
+    def _read(
+        self,
+        frame: int,
+        out: np.ndarray,
+        rows: slice,
+        columns: slice,
+    ) -> None:
         _, all_channels, height, width = self.shape
         frames, channels, h, w = out.shape
         if self.start is None or w < width:

@@ -43,7 +43,11 @@ class Paths(NamedTuple):
     time_means: Path | str
 
 
-def read_statistics(path: Path | str, channels: int, img_size: Sequence[int] | None = None) -> np.ndarray:
+def read_statistics(
+    path: Path | str,
+    channels: int,
+    img_size: Sequence[int] | None = None,
+) -> np.ndarray:
     """Statistics of each channel from a .npy file: float32 (C, 1, 1), or (C, H, W) if img_size is given.
 
     Raises UsageError if the file is missing, has another shape, or holds values that are not finite.
@@ -63,7 +67,11 @@ def read_statistics(path: Path | str, channels: int, img_size: Sequence[int] | N
     return values
 
 
-def positive_statistics(path: Path | str, channels: int, names: Sequence[str] = ()) -> np.ndarray:
+def positive_statistics(
+    path: Path | str,
+    channels: int,
+    names: Sequence[str] = (),
+) -> np.ndarray:
     """As read_statistics, of standard deviations, which must be positive. names: of the channels, for the message."""
     values = read_statistics(path, channels)
     bad = np.flatnonzero(values[:, 0, 0] <= 0)
@@ -91,7 +99,11 @@ def _open_array(path: Path | str) -> np.ndarray:
 
 
 def check_climatology(
-    paths: Paths, statistics: Statistics, names: Sequence[str], img_size: Sequence[int], is_global: bool
+    paths: Paths,
+    statistics: Statistics,
+    names: Sequence[str],
+    img_size: Sequence[int],
+    is_global: bool,
 ) -> None:
     """Raise UsageError where a climatology is none, on another grid, or not of the channels whose means are given.
 
@@ -139,7 +151,12 @@ def known_channels(names: Sequence[str]) -> list[int]:
     return [number for number, name in enumerate(names) if channel_key(name)[0] in QUANTITIES]
 
 
-def check_changes(path: Path | str, changes: np.ndarray, stds_path: Path | str, stds: np.ndarray) -> None:
+def check_changes(
+    path: Path | str,
+    changes: np.ndarray,
+    stds_path: Path | str,
+    stds: np.ndarray,
+) -> None:
     """Raise UsageError where channels change more than they can: sizes of the change (C, 1, 1), deviations (C, 1, 1).
 
     Frames that had nothing to do with one another would differ by 1.41 standard deviations.
@@ -211,7 +228,12 @@ class FrameSums:
                 self._check_place(distances, climatology, channel, names, paths.time_means)
 
     def _check_place(
-        self, distances: "Distances", climatology: np.ndarray, channel: int, names: Sequence[str], path: Path | str
+        self,
+        distances: "Distances",
+        climatology: np.ndarray,
+        channel: int,
+        names: Sequence[str],
+        path: Path | str,
     ) -> None:
         """Raise UsageError where the climatology of a channel fits better in another place: turned, or another's.
 

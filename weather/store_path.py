@@ -49,7 +49,12 @@ class SharedStore:
 class StorePath:
     """A store, or one or several of its years; as far as messages need it, a pathlib.Path."""
 
-    def __init__(self, store: SharedStore, years: tuple[int, ...] = (), text: str = ""):
+    def __init__(
+        self,
+        store: SharedStore,
+        years: tuple[int, ...] = (),
+        text: str = "",
+    ):
         self.store = store
         self.years = years
         self.text = text or f"{store.address}#{years[0]}"

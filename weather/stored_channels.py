@@ -11,7 +11,10 @@ from weather.stored_arrays import StoredArrays, find_names, get_array
 NO_NAMES = "names no channels: they are taken for "
 
 
-def read_channels(file: StoredArrays, count: int) -> tuple[list[Channel], list[str]]:
+def read_channels(
+    file: StoredArrays,
+    count: int,
+) -> tuple[list[Channel], list[str]]:
     """The first channels, with the units that the file states, and what was assumed of them, a line each.
 
     Names of others become ours (u10m is u10), and a channel without units has those of its name. Raises UsageError

@@ -45,7 +45,11 @@ def find_time(file: StoredArrays) -> str | None:
     return named[0] if named else None
 
 
-def decode_time(file: StoredArrays, name: str, where: str) -> tuple[np.ndarray, np.ndarray]:
+def decode_time(
+    file: StoredArrays,
+    name: str,
+    where: str,
+) -> tuple[np.ndarray, np.ndarray]:
     """(dates, elapsed) of an array of dates, of text, or of numbers with units.
 
     dates: (T,) datetime64[s] in UTC. elapsed: (T,) seconds since the first frame in the array's calendar, int64.
@@ -71,7 +75,12 @@ def decode_time(file: StoredArrays, name: str, where: str) -> tuple[np.ndarray, 
     return decode_numbers(values, units, calendar, where)
 
 
-def decode_numbers(values: np.ndarray, units: str, calendar: str, where: str) -> tuple[np.ndarray, np.ndarray]:
+def decode_numbers(
+    values: np.ndarray,
+    units: str,
+    calendar: str,
+    where: str,
+) -> tuple[np.ndarray, np.ndarray]:
     """(dates, elapsed), as decode_time, of numbers (T,) in units such as 'hours since 1900-01-01'.
 
     calendar: in lower case, of CF. Raises UsageError for numbers that are no times, and errors of cftime for dates that
@@ -171,7 +180,11 @@ def _elapsed(dates: np.ndarray) -> np.ndarray:
     return (dates - dates[0]) / np.timedelta64(1, "s")
 
 
-def _round_dates(exact: np.ndarray, elapsed: np.ndarray, precision: float) -> tuple[np.ndarray, np.ndarray]:
+def _round_dates(
+    exact: np.ndarray,
+    elapsed: np.ndarray,
+    precision: float,
+) -> tuple[np.ndarray, np.ndarray]:
     """(dates in s, elapsed) of dates in us, moved to the hour or the minute where all of them are that near.
 
     precision: seconds between two neighbouring numbers of the array. The seconds that have elapsed, in the calendar of
@@ -191,7 +204,10 @@ def _round_dates(exact: np.ndarray, elapsed: np.ndarray, precision: float) -> tu
     return dates, np.round(elapsed + moved - moved[0]).astype(np.int64)
 
 
-def _nearest(dates: np.ndarray, unit: Literal["h", "m", "s"]) -> np.ndarray:
+def _nearest(
+    dates: np.ndarray,
+    unit: Literal["h", "m", "s"],
+) -> np.ndarray:
     """Each date at the nearest hour, minute or second, as datetime64[s]."""
     half = np.timedelta64(1, unit).astype("timedelta64[us]") // 2
     return (dates + half).astype(f"datetime64[{unit}]").astype("datetime64[s]")

@@ -73,7 +73,10 @@ class StatisticsSums:
         return np.sqrt(self.changes / changes)
 
 
-def training_statistics(paths: Sequence[Path | StorePath], checks_values: bool = True) -> list[np.ndarray]:
+def training_statistics(
+    paths: Sequence[Path | StorePath],
+    checks_values: bool = True,
+) -> list[np.ndarray]:
     """Statistics of the year files `paths`. checks_values: whether frames are held against the ranges of channels.
 
     Returns float32 global_means and global_stds, each (1, C, 1, 1), time_means (1, C, H, W), and change_stds, the root

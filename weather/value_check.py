@@ -103,7 +103,12 @@ class ValueCheck:
                     return Problem(int(frame), int(channel), row, column, text, others)
         return None
 
-    def _has_fill_values(self, points: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    def _has_fill_values(
+        self,
+        points: np.ndarray,
+        low: np.ndarray,
+        high: np.ndarray,
+    ) -> np.ndarray:
         """Whether a known channel has many points that are exactly 0, or a fill number: (T, C) bool.
 
         points: (T, C, N). low, high: their extremes (T, C), one of which a fill number nearly always is.
@@ -117,7 +122,11 @@ class ValueCheck:
             has_zeros[frame, channel] |= is_fill.mean() > FILL_SHARE
         return has_zeros & self.is_known
 
-    def _explain(self, field: np.ndarray, bounds: Bounds) -> tuple[tuple[int, int], str] | None:
+    def _explain(
+        self,
+        field: np.ndarray,
+        bounds: Bounds,
+    ) -> tuple[tuple[int, int], str] | None:
         """((row, column), text) of the problem of a field (H, W); None where it is within what is tolerated."""
         is_finite = np.isfinite(field)
         if not is_finite.all():

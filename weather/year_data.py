@@ -70,10 +70,22 @@ class YearFile(ABC):
         """Close it."""
 
     @abstractmethod
-    def _read(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
+    def _read(
+        self,
+        frame: int,
+        out: np.ndarray,
+        rows: slice,
+        columns: slice,
+    ) -> None:
         """Read as `read` does."""
 
-    def read(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
+    def read(
+        self,
+        frame: int,
+        out: np.ndarray,
+        rows: slice,
+        columns: slice,
+    ) -> None:
         """Fill `out`, contiguous (T, C, h, w), with T frames from `frame` on: first C channels, a window of points."""
         with reading(f"{self.path}: frame {frame}"):
             self._read(frame, out, rows, columns)

@@ -39,7 +39,14 @@ Constant = Mapping[str, tuple[str, np.ndarray]]
 FrameReader = Callable[[int, int, int], np.ndarray]  # (year, first, count): frames (count, C, H, W)
 
 
-def year_file_parser(module: str, doc: str, train: str, valid: str, test: str, days: str) -> ArgumentParser:
+def year_file_parser(
+    module: str,
+    doc: str,
+    train: str,
+    valid: str,
+    test: str,
+    days: str,
+) -> ArgumentParser:
     """A parser with the options that every command that makes year files has; the texts are their defaults."""
     parser = ArgumentParser(prog=f"python -m {module}", description=doc.partition("\n")[0])
     option, default = parser.add_argument, "(default: %(default)s)"
@@ -123,7 +130,13 @@ class YearFileWriter:
             write_statistics([path for path in self.frames if path.parent.name == "train"], self.out / "stats")
         return described
 
-    def _describe(self, file: h5py.File, year: int, frames: int, constant: Constant) -> h5py.Dataset:
+    def _describe(
+        self,
+        file: h5py.File,
+        year: int,
+        frames: int,
+        constant: Constant,
+    ) -> h5py.Dataset:
         """Write everything but the fields into a year file; returns the empty dataset of the fields."""
         latitude, longitude = self.grid
         hours = frame_times(year, 0, frames).astype("datetime64[h]").astype(np.float64)
@@ -150,7 +163,11 @@ class YearFileWriter:
         return fields
 
 
-def write_statistics(years: Sequence[Path | StorePath], folder: Path, checks_values: bool = True) -> list[Path]:
+def write_statistics(
+    years: Sequence[Path | StorePath],
+    folder: Path,
+    checks_values: bool = True,
+) -> list[Path]:
     """Write those statistics of year files that are not in a folder yet; returns their files.
 
     checks_values: whether frames are held against the ranges of their channels.

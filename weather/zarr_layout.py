@@ -100,7 +100,11 @@ class ChunkLayout:
             inner.append(number % count)
         return tuple(outer), tuple(inner)
 
-    def chunks_inside(self, coords: Coords, chunks: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def chunks_inside(
+        self,
+        coords: Coords,
+        chunks: Sequence[np.ndarray],
+    ) -> list[np.ndarray]:
         """Of these chunks (numbers along each axis) those in the object at `coords`, by their numbers in it."""
         inside = []
         for number, numbers, count in zip(coords, chunks, self.chunks_in_object, strict=True):

@@ -267,7 +267,12 @@ def rollout_of(config: Config, device: torch.device) -> Rollout:
 class ForecastValidator(Validator):
     """Loss of the whole forecasts; RMSE and ACC of their first step, beside those of persistence and climatology."""
 
-    def __init__(self, loader: BatchLoader, rollout: Rollout, sample_losses: Callable[[Tensor, Tensor], Tensor]):
+    def __init__(
+        self,
+        loader: BatchLoader,
+        rollout: Rollout,
+        sample_losses: Callable[[Tensor, Tensor], Tensor],
+    ):
         super().__init__(loader)
         self.rollout = rollout
         self.sample_losses = sample_losses
@@ -289,7 +294,11 @@ class ForecastValidator(Validator):
         """RMSE of the headline channels beside persistence and climatology."""
         return skill_table(summary)
 
-    def score(self, parallel: ParallelModel, beat: Callable[[], None]) -> dict[str, Any]:
+    def score(
+        self,
+        parallel: ParallelModel,
+        beat: Callable[[], None],
+    ) -> dict[str, Any]:
         """{"val_loss", "rmse", "acc", "persistence_rmse", "climatology_rmse"}, all but the first by channel."""
         metrics = self.new_metrics()
         persistence = self.new_metrics()

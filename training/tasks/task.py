@@ -160,7 +160,11 @@ class Validator(ABC):
         self.figures: dict[str, Figure] = {}
 
     @torch.no_grad()
-    def run(self, parallel: ParallelModel, beat: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    def run(
+        self,
+        parallel: ParallelModel,
+        beat: Callable[[], None] = lambda: None,
+    ) -> dict[str, Any]:
         """Scores of one pass of a ParallelModel, `val_loss` among them. beat: called for each batch."""
         parallel.share_buffers()
         parallel.model.eval()
@@ -174,5 +178,9 @@ class Validator(ABC):
         return f"validation loss {summary['val_loss']:.4f}"
 
     @abstractmethod
-    def score(self, parallel: ParallelModel, beat: Callable[[], None]) -> dict[str, Any]:
+    def score(
+        self,
+        parallel: ParallelModel,
+        beat: Callable[[], None],
+    ) -> dict[str, Any]:
         """One pass of a model that is in evaluation mode."""

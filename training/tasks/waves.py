@@ -86,7 +86,13 @@ class WaveLoader(BatchLoader):
     """
 
     def __init__(
-        self, task: WaveTask, count: int, window: Sequence[slice], seed: int, batch_size: int, device: torch.device
+        self,
+        task: WaveTask,
+        count: int,
+        window: Sequence[slice],
+        seed: int,
+        batch_size: int,
+        device: torch.device,
     ):
         self.task = task
         self.count = count
@@ -143,7 +149,11 @@ class MeanValidator(Validator):
         """The main scores."""
         return self.task.shown.format(**summary)
 
-    def score(self, parallel: ParallelModel, beat: Callable[[], None]) -> dict[str, Any]:
+    def score(
+        self,
+        parallel: ParallelModel,
+        beat: Callable[[], None],
+    ) -> dict[str, Any]:
         """{name: mean}."""
         scores = []
         for batch in self.loader.valid():
