@@ -139,8 +139,14 @@ def _from_the_start(tensor: Tensor) -> Tensor:
         return tensor
     from torch.distributed.tensor import DTensor  # slow to import
 
-    where: dict[str, Any] = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
-    return DTensor.from_local(tensor.to_local().clone(), tensor.device_mesh, tensor.placements, **where)
+    return DTensor.from_local(
+        tensor.to_local().clone(),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def _new_stager() -> "DefaultStager":
@@ -193,13 +199,19 @@ class CheckpointFolder:
         self.wait()
         self._connect()
         final = self.path / f"iter-{iteration:08d}"
-        marker: Marker = {"iteration": iteration, "val_loss": val_loss, "world_size": comm.world_size()}
-        marker |= {"config": self.config, "trainer": trainer_state}
+        marker: Marker = {
+            "iteration": iteration,
+            "val_loss": val_loss,
+            "world_size": comm.world_size(),
+            "config": self.config,
+            "trainer": trainer_state,
+        }
         if self._stager is None or VERSION < (2, 13):  # there a stager is spent after one use
             self._stager = _new_stager()
         copies = self._stager.stage(tree_map(_from_the_start, tensors))
         device = torch.accelerator.current_device_index() if accelerator() else None
-        self._thread = threading.Thread(target=self._write, args=(copies, marker, final, device), daemon=True)
+        to_write = copies, marker, final, device
+        self._thread = threading.Thread(target=self._write, args=to_write, daemon=True)
         self._thread.start()
         atexit.register(self._thread.join, EXIT_SECONDS)
         if wait:
@@ -244,7 +256,11 @@ class CheckpointFolder:
             torch.accelerator.set_device_index(device)
         started = time.perf_counter()
         writing = self.path / f".{final.name}.writing"
-        writer = ShardWriter(writing, lambda files: self._complete(writing, final, {**marker, "files": files}))
+
+        def complete(files: dict[str, Any]) -> None:
+            self._complete(writing, final, {**marker, "files": files})
+
+        writer = ShardWriter(writing, complete)
         try:
             dcp.save(tensors, storage_writer=writer, process_group=self._group)
         except dcp.CheckpointException as error:  # wraps what went wrong on each rank; every rank gets it
@@ -281,7 +297,8 @@ class CheckpointFolder:
         reader = dcp.HuggingFaceStorageReader(str(folder))
         stored = reader.read_metadata().state_dict_metadata
         # The random state of a rank or device that the run did not have before is not there.
-        tensors["random"] = {name: t for name, t in tensors["random"].items() if f"random.{name}" in stored}
+        streams = tensors["random"]
+        tensors["random"] = {name: state for name, state in streams.items() if f"random.{name}" in stored}
         try:
             dcp.load(tensors, storage_reader=reader, process_group=self._group)
         except dcp.CheckpointException as error:
@@ -305,13 +322,20 @@ class CheckpointFolder:
     def newest_name(self) -> str:
         """Name of the newest complete checkpoint, for messages. Waits for a write in flight."""
         self._join()
-        return next((folder.name for folder in self.folders() if (folder / MARKER).is_file()), "none")
+        for folder in self.folders():
+            is_complete = (folder / MARKER).is_file()
+            if is_complete:
+                return folder.name
+        return "none"
 
     def _prune(self) -> None:
         folders = self.folders()
         losses = read_losses(folders)
         best = min(losses, key=losses.__getitem__, default=None)
-        for folder in [f for f in folders if f not in losses] + list(losses)[self.keep :]:
+        # Those whose marker cannot be read go, and of the others the older ones.
+        damaged = [folder for folder in folders if folder not in losses]
+        older = list(losses)[self.keep :]
+        for folder in damaged + older:
             if folder != best:
                 shutil.rmtree(folder)
 

@@ -27,7 +27,10 @@ from utils.schema import Config
 SUFFIX = ".safetensors"
 # Names of hashes in a marker. XXH3 finds garbled bytes as surely as SHA-256, which earlier versions wrote, and takes a
 # tenth of its time. Neither guards against someone who rewrites a checkpoint: the marker lies beside the files.
-HASHES: dict[str, Callable[[], Any]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
+HASHES: dict[str, Callable[[], Any]] = {
+    "xxh3_128": xxhash.xxh3_128,
+    "sha256": hashlib.sha256,
+}
 HASH = "xxh3_128"  # of new checkpoints
 READ_BYTES = 2**20  # what stays in a processor's cache between reading and hashing
 
@@ -39,7 +42,8 @@ def write_shards(
 ) -> dict[str, Any]:
     """Write shards, contiguous tensors on the CPU, and where they begin. Returns and raises as write_safetensors."""
     places = {name: {"saved_offsets": offset} for name, offset in offsets.items()}
-    return write_safetensors(path, tensors, {"DCP_SHARDING_INFO": json.dumps(places), "format": "pt"})
+    metadata = {"DCP_SHARDING_INFO": json.dumps(places), "format": "pt"}
+    return write_safetensors(path, tensors, metadata)
 
 
 DTYPES = {
@@ -66,17 +70,24 @@ def write_safetensors(
     # Large numbers first, so that each tensor begins at a multiple of its element's size.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     header: dict[str, Any] = {"__metadata__": metadata}
-    contents, end = [], 0
+    contents = []
+    end = 0
     for name in names:
         tensor = tensors[name]
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{name}: {tensor.dtype} cannot be written to a safetensors file")
-        begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
+        end = begin + tensor.nbytes
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
         contents.append(bytes_of(tensor))
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return write_and_hash(path, [len(text).to_bytes(8, "little") + text, *contents])
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of eight bytes
+    length = len(text).to_bytes(8, "little")
+    return write_and_hash(path, [length + text, *contents])
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -135,7 +146,8 @@ def read_losses(folders: Iterable[Path]) -> dict[Path, float]:
     for folder in folders:
         with contextlib.suppress(CheckpointError):
             loss = read_marker(folder)["val_loss"]
-            losses[folder] = math.inf if loss is None or not math.isfinite(loss) else loss
+            is_comparable = loss is not None and math.isfinite(loss)
+            losses[folder] = loss if is_comparable else math.inf
     return losses
 
 
@@ -199,7 +211,8 @@ def verify_together(folder: Path) -> Marker:
         return marker
 
     marker = comm.on_main(marker_of_files)
-    share = list(marker["files"].items())[comm.rank() :: comm.world_size()]
+    files = list(marker["files"].items())
+    share = files[comm.rank() :: comm.world_size()]
     for error in comm.gather(damage_of(folder, share)):
         if error is not None:
             raise error

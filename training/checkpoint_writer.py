@@ -29,7 +29,8 @@ class ShardWriter(StorageWriter):
         complete: Callable[[dict[str, Any]], None],
     ):
         super().__init__()
-        self.folder, self.complete = folder, complete
+        self.folder = folder
+        self.complete = complete
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:
         """Make the folder empty, on one rank."""
@@ -43,24 +44,33 @@ class ShardWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """The plans of all ranks, each with the name of its file."""
-        names = (f"shard-{rank:05d}{SUFFIX}" for rank in range(len(plans)))
-        return [dataclasses.replace(plan, storage_data=name) for plan, name in zip(plans, names, strict=True)]
+        named = []
+        for rank, plan in enumerate(plans):
+            name = f"shard-{rank:05d}{SUFFIX}"
+            named.append(dataclasses.replace(plan, storage_data=name))
+        return named
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors. Raises ValueError for two shards of one tensor, and for anything else."""
         tensors, offsets = shards_of(plan, planner)
-        path, results = self.folder / plan.storage_data, []
+        path = self.folder / plan.storage_data
+        results = []
         if tensors:
             contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
             written = write_shards(path, contiguous, offsets)
-            results.append(WriteResult(MetadataIndex(path.name), written["bytes"], written))
+            index = MetadataIndex(path.name)
+            results.append(WriteResult(index, written["bytes"], written))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Every rank has written; called on one rank."""
-        self.complete({result.index.fqn: result.storage_data for of_rank in results for result in of_rank})
+        files = {}
+        for of_rank in results:
+            for result in of_rank:
+                files[result.index.fqn] = result.storage_data
+        self.complete(files)
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing is kept from one checkpoint to the next."""
@@ -82,12 +92,15 @@ def shards_of(
     """
     tensors, offsets = {}, {}
     for item in plan.items:
-        name, stored, tensor = item.index.fqn, item.tensor_data, planner.resolve_data(item)
+        name = item.index.fqn
+        stored = item.tensor_data  # of the whole tensor, and of this shard
+        tensor = planner.resolve_data(item)
         if stored is None or not isinstance(tensor, Tensor):
             raise ValueError(f"{name}: is no tensor, and nothing else can be written")
         if type(tensor) not in (Tensor, nn.Parameter):
             raise ValueError(f"{name}: is a {type(tensor).__name__}, and only plain tensors can be written")
         shard = stored.chunk
+        # A rank may have no row of a tensor that has some: there is nothing to write.
         is_without_a_row = 0 in shard.sizes and 0 not in stored.size
         if is_without_a_row:
             continue

@@ -24,7 +24,8 @@ DDP_WARMUP_STEPS = 11  # DistributedDataParallel times its first ten steps, whic
 def check_capture(config: Config, device: torch.device, model: nn.Module) -> None:
     """Raise UsageError, naming the options, where a step on the ranks of this run cannot become a CUDA graph."""
     tp = comm.get_size("tp") > 1
-    dropout = config.dropout or any(isinstance(m, _DropoutNd) and m.p for m in model.modules())
+    drops = [module for module in model.modules() if isinstance(module, _DropoutNd) and module.p]
+    dropout = config.dropout or bool(drops)
     sharded = config.data_parallel != "ddp" and comm.get_size("grad_reduce") > 1
     refused = [
         (device.type != "cuda", f"needs a GPU with CUDA or ROCm; this run is on {device}"),
@@ -67,7 +68,9 @@ class CapturedStep:
     def __call__(self, step: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Run the step, always the same, on `inputs`; returns the tensor that it returns."""
         if self.inputs is None:
-            self.inputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
+            self.inputs = []
+            for x in inputs:
+                self.inputs.append(torch.empty(x.shape, dtype=x.dtype, device=x.device))
         for static, x in zip(self.inputs, inputs, strict=True):
             static.copy_(x)
         if self.warmup_left:

@@ -78,7 +78,8 @@ def loss_weights(config: Config, names: Sequence[str], latitude: np.ndarray) -> 
     if not weights.sum() > 0:
         raise UsageError(f"{config.config}: channel_weights: all channels weigh nothing")
     rows = latitude_weights(latitude)
-    whole = weights[:, None] / weights.sum() * rows / rows.sum() / config.img_size[1]  # (C, H)
+    columns = config.img_size[1]
+    whole = weights[:, None] / weights.sum() * rows / rows.sum() / columns  # (C, H)
     return torch.from_numpy(whole.astype(np.float32))[..., None]
 
 

@@ -48,14 +48,16 @@ def collect_weights(model: nn.Module) -> dict[str, Tensor]:
     The tensors are the model's own, except for those in another memory format (channels last) and for buffers that are
     views: these are copies.
     """
-    later, weights = later_names(model), dict[str, Tensor]()
+    later = later_names(model)
+    weights: dict[str, Tensor] = {}
     seen = set[int]()  # memory that belongs to a buffer already
     buffers = {name for name, _ in model.named_buffers()}
     for name, value in model.state_dict().items():
         if name in later or not isinstance(value, Tensor):
             continue
-        weights[name] = value.contiguous() if value.layout == torch.strided else value
-        if name in buffers and type(value) is Tensor and value.layout == torch.strided:
+        is_strided = value.layout == torch.strided
+        weights[name] = value.contiguous() if is_strided else value
+        if name in buffers and type(value) is Tensor and is_strided:
             weights[name] = _in_own_memory(weights[name], seen)
     return weights
 
@@ -73,7 +75,8 @@ def collect_extra(model: nn.Module) -> dict[str, Any]:
 
     Raises UsageError for one that it cannot.
     """
-    later, extra = later_names(model), dict[str, Any]()
+    later = later_names(model)
+    extra: dict[str, Any] = {}
     for name, value in model.state_dict().items():
         if name in later or isinstance(value, Tensor):
             continue
@@ -103,13 +106,21 @@ def restore_weights(
     """Put back what `collect_weights` and `collect_extra` have given. Raises RuntimeError where names do not fit."""
     held = weights | extra
     later = later_names(model)
-    state = {name: held[later.get(name, name)] for name in model.state_dict() if later.get(name, name) in held}
+    state = {}
+    for name in model.state_dict():
+        first_name = later.get(name, name)
+        if first_name in held:
+            state[name] = held[first_name]
     model.load_state_dict(state)
 
 
 def described(weights: dict[str, Tensor]) -> dict[str, str]:
     """{name: shape and type} of the tensors of `collect_weights`."""
-    return {name: f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}" for name, value in weights.items()}
+    descriptions = {}
+    for name, value in weights.items():
+        dtype = str(value.dtype).removeprefix("torch.")
+        descriptions[name] = f"{list(value.shape)} {dtype}"
+    return descriptions
 
 
 def check_unchanged(before: dict[str, str], now: dict[str, str]) -> None:
@@ -119,7 +130,8 @@ def check_unchanged(before: dict[str, str], now: dict[str, str]) -> None:
     """
     for name in sorted(before | now):
         if before.get(name) != now.get(name):
-            was, became = (known.get(name, "not there") for known in (before, now))
+            was = before.get(name, "not there")
+            became = now.get(name, "not there")
             raise UsageError(
                 f"the model's state '{name}' was {was} before the first step and is {became} now, so a checkpoint "
                 "could not be read back: make it in __init__ as it will be; a buffer with persistent=False is left out"

@@ -18,7 +18,9 @@ from distributed.whole_matrices import Cuts, on_whole_matrices
 from utils.sharded import is_dtensor
 
 # The polynomial of an iteration, a x + b x^3 + c x^5 of the singular values, and how often it is applied.
-LINEAR, CUBIC, QUINTIC = 3.4445, -4.7750, 2.0315
+LINEAR = 3.4445
+CUBIC = -4.7750
+QUINTIC = 2.0315
 ITERATIONS = 5
 LEAST_NORM = 1e-7
 # An orthogonal matrix of R x C has numbers of 1/sqrt(max(R, C)), a step of Adam has 0.2 to 0.4: with this factor both
@@ -55,7 +57,10 @@ class Muon(Optimizer):
         self.adam = AdamW(others or [{"params": []}], lr=lr, **adam)
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
         self.adam.state = self.state
-        self.matrices, self.momentum, self.dtype, self.device = matrices, momentum, dtype, device
+        self.matrices = matrices
+        self.momentum = momentum
+        self.dtype = dtype
+        self.device = device
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -67,7 +72,8 @@ class Muon(Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                gradient, momentum = part(parameter.grad), part(self.momentum_of(parameter))
+                gradient = part(parameter.grad)
+                momentum = part(self.momentum_of(parameter))
                 momentum.lerp_(gradient, 1 - self.momentum)
                 direction = gradient.lerp(momentum, self.momentum)
                 directions.append(direction.to(self.device, self.dtype))

@@ -62,7 +62,8 @@ class FoundState:
         held = [_with_version(owner, name) for owner, name, _ in copies]
         with inner:
             yield
-        for (owner, name, copy), (before, version) in zip(copies, held, strict=True):
+        for (owner, name, copy), of_before in zip(copies, held, strict=True):
+            before, version = of_before
             now, version_now = _with_version(owner, name)
             is_same = now is before and version_now == version
             if not is_same or isinstance(owner, _NormBase):  # torch's kernel moves running statistics unseen
@@ -83,12 +84,12 @@ def _with_version(owner, name):
 
 def copied_buffers(module: nn.Module) -> Buffers:
     """Copies of all buffers of a module and of those inside."""
-    return [
-        (owner, name, buffer.clone())
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    ]
+    copies = []
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                copies.append((owner, name, buffer.clone()))
+    return copies
 
 
 @contextmanager

@@ -71,15 +71,19 @@ class Run:
         check_start(config)
         check_tracker(config)
         self.folder = RunFolder(config)
-        self.config, self.step, self.device = self.folder.config, step, step.device  # its run_num is known now
-        self.model, self.optimizer = step.parallel.model, step.optimizer
+        self.config = self.folder.config  # its run_num is known now
+        self.step = step
+        self.device = step.device
+        self.model = step.parallel.model
+        self.optimizer = step.optimizer
         self.train_loader, valid_loader = loaders
         self.validator = task.build_validator(valid_loader)
         self.checkpoints = CheckpointFolder(
             self.folder.checkpoints, self.config.keep_checkpoints, self.config.model_dump()
         )
         self.iteration = 0  # optimizer steps done
-        self.epoch_loss, self.epoch_iterations = 0.0, 0  # of the epoch under way
+        self.epoch_loss = 0.0  # of the epoch under way
+        self.epoch_iterations = 0
         self.train_loss: float | None = None  # mean over the last epoch
         self.best_val_loss: float | None = None
         self.validation_due = False  # one has begun and not ended
@@ -92,7 +96,8 @@ class Run:
         self.stopping = False  # all ranks know of a request and stop after the same step
         self.telemetry = Telemetry(self.config, step)
         self.clock = self.telemetry.clock
-        self.run_loggers, self.loggers = Loggers(), Loggers()  # of rank 0; and of this rank's readings
+        self.run_loggers = Loggers()  # of rank 0
+        self.loggers = Loggers()  # of this rank's readings
         self.watchdog = Watchdog(self.config.watchdog_timeout, self.folder.path)
         self.open = ExitStack()  # what ends with the run
 
@@ -112,7 +117,14 @@ class Run:
             opened.enter_context(self.telemetry.times.listening())
             hidden = None if comm.is_main() else True  # None: silent in a batch log, shown on a terminal
             total = self.config.num_iters
-            bar = tqdm(total=total, initial=self.iteration, unit="it", dynamic_ncols=True, disable=hidden, leave=False)
+            bar = tqdm(
+                total=total,
+                initial=self.iteration,
+                unit="it",
+                dynamic_ncols=True,
+                disable=hidden,
+                leave=False,
+            )
             self.bar = opened.enter_context(bar)
             opened.enter_context(self.watchdog)
             self.open = opened.pop_all()
@@ -246,7 +258,11 @@ class Run:
         with self.watchdog.within(self._step_seconds()):  # here the host waits for the device
             losses, reading, stop = self.telemetry.read(self.iteration, self.stop_request.made)
         self.stopping = self.stopping or stop
-        done = {"iterations": len(losses), "since_start": self.clock.iterations, "ranks": comm.world_size()}
+        done = {
+            "iterations": len(losses),
+            "since_start": self.clock.iterations,
+            "ranks": comm.world_size(),
+        }
         self.loggers.log(reading | done, self.iteration)
         for iteration, loss in enumerate(losses, self.iteration - len(losses) + 1):
             if not math.isfinite(loss):
@@ -320,7 +336,8 @@ class Run:
         return NonFiniteLossError(f"iteration {iteration}: the {kind} loss is {loss}; last good checkpoint: {good}")
 
     def _save(self, val_loss: float | None) -> None:
-        state = {name: getattr(self, name) for name in RESUMED} | {"scaler": self.step.scaler.state_dict()}
+        state = {name: getattr(self, name) for name in RESUMED}
+        state["scaler"] = self.step.scaler.state_dict()
         state["data"] = self.step.task.data_record()
         self.step.parallel.share_buffers()
         own = self._tensors()
@@ -340,7 +357,8 @@ class Run:
     def _named_state(self) -> dict[str, Any]:
         """Extra states and further names of weights, of all ranks: each stage of a pipeline has its own."""
         found: dict[str, Any] = {"extra": {}, "tied": {}}
-        for extra, tied in reversed(comm.gather((collect_extra(self.model), later_names(self.model)))):
+        own = collect_extra(self.model), later_names(self.model)
+        for extra, tied in reversed(comm.gather(own)):
             found["extra"] |= extra
             found["tied"] |= tied
         return found
@@ -418,7 +436,8 @@ class Run:
         """The devices, and how the model is split over them."""
         layout = self.config.layout(comm.world_size())
         split = layout.describe("tp", "cp", "domain", "pp", "dp")
-        if layout.dp > 1 or (self.config.data_parallel in SHARDED and comm.get_size("grad_reduce") > 1):
+        is_sharded = self.config.data_parallel in SHARDED and comm.get_size("grad_reduce") > 1
+        if layout.dp > 1 or is_sharded:
             split += f" ({self.config.data_parallel})"
         return f"{comm.world_size()} x {self.device.type}: {split}" if split else str(self.device)
 

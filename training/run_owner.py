@@ -50,21 +50,30 @@ def this_process() -> Owner:
         elastic = f"of torchrun {os.getppid()} ({_start_of(os.getppid())})"
     job = env.get("SLURM_JOB_ID") or elastic
     counts = [env.get(f"{launcher}_RESTART_COUNT", "") for launcher in ("SLURM", "TORCHELASTIC")]
-    slurm, torchrun = (int(count) if count.isdecimal() else 0 for count in counts)
-    space, number = "", os.getpid()
+    slurm, torchrun = [int(count) if count.isdecimal() else 0 for count in counts]
+    number = os.getpid()
+    space = ""
     with contextlib.suppress(OSError):
-        space = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/pid").readlink())
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = boot + str(Path("/proc/self/ns/pid").readlink())
     return Owner(
-        host=socket.gethostname(), space=space, process=number, started=_start_of(number), job=job,
+        host=socket.gethostname(),
+        space=space,
+        process=number,
+        started=_start_of(number),
+        job=job,
         restarts=(slurm, torchrun),
-    )  # fmt: skip
+    )
 
 
 class RunOwner:
     """Makes this process the owner of a folder. Raises UsageError, naming the other, where another run owns it."""
 
     def __init__(self, folder: Path):
-        self.folder, self.path, self.me, self.beats = folder, folder / FILE, this_process(), 0
+        self.folder = folder
+        self.path = folder / FILE
+        self.me = this_process()
+        self.beats = 0
         while not self._claim():
             text = self._read()
             if text is None:
@@ -115,7 +124,8 @@ class RunOwner:
         if other is not None:
             if other.job and other.job == self.me.job and other.restarts < self.me.restarts:
                 return False
-            if self.me.space and (other.host, other.space) == (self.me.host, self.me.space):
+            is_beside_us = (other.host, other.space) == (self.me.host, self.me.space)
+            if self.me.space and is_beside_us:
                 return _start_of(other.process) == other.started
         deadline = time.monotonic() + DEAD_SECONDS
         while time.monotonic() < deadline:
@@ -159,7 +169,9 @@ def owner_of(text: str) -> Owner | None:
 def _start_of(process):
     """When a process started, in the kernel's ticks; '' for one that is gone, or a zombie, and where /proc is not."""
     try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        text = Path(f"/proc/{process}/stat").read_text()
     except OSError:
         return ""
+    # The name of the program, in brackets, may hold spaces: the fields are counted from behind it.
+    fields = text.rpartition(")")[2].split()
     return "" if fields[0] in "ZX" else fields[19]

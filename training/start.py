@@ -25,9 +25,11 @@ def start(
     With ENABLE_PROFILING=1 the command starts again inside Nsight Systems. Raises UsageError, before anything is
     connected, for settings that do not fit one another, the launch or the task.
     """
-    launch, own = read_launch(), SCRIPTS[script]
+    launch = read_launch()
+    own = SCRIPTS[script]
     config = load_config(argv, description, launch.world_size, own.yaml_config, own.splits)
-    layout, task = config.layout(launch.world_size, launch.ranks_per_node), build_task(config)
+    layout = config.layout(launch.world_size, launch.ranks_per_node)
+    task = build_task(config)
     restart_under_nsys()
     prepare_environment(config)
     if config.enable_cuda_graphs:  # NCCL's thread for errors would disturb a capture; Run has the watchdog end hangs

@@ -58,7 +58,10 @@ class TrainingStep:
         optimizer: Optimizer,
         task: Task,
     ):
-        self.config, self.device, self.parallel, self.optimizer = config, device, parallel, optimizer
+        self.config = config
+        self.device = device
+        self.parallel = parallel
+        self.optimizer = optimizer
         self.task = task
         self.model_parallel = bool(parallel.split.dims or parallel.split.specs or parallel.pipeline)
         scales = config.amp_mode == "fp16"
@@ -135,7 +138,8 @@ class TrainingStep:
 
         Returns this rank's share of the square of their norm, before they are clipped; None where nobody asks.
         """
-        clip, square = self.config.clip_grad_norm, None
+        clip = self.config.clip_grad_norm
+        square = None
         unscaled = bool(clip or self.model_parallel)
         if unscaled:
             self.scaler.unscale_(self.optimizer)
@@ -145,7 +149,9 @@ class TrainingStep:
                 self.parallel.clip_gradients(squared, clip)
             square = to_device(squared, self.device)
             if self.scaler.is_enabled() and not unscaled:
-                square = square / self.scaler.scale(torch.ones((), device=self.device)).square()
+                # The gradients still carry the scale of the loss.
+                scale = self.scaler.scale(torch.ones((), device=self.device))
+                square = square / scale.square()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -167,7 +173,8 @@ class TrainingStep:
         if self.parallel.replicated and not self.parallel.pipeline:
             # DDP remembers the stream of its first backward pass; the warm-up and the capture are on that of graphs.
             graphs = self.config.enable_cuda_graphs
-            first_x, first_y = (batch.chunk(self.config.gradient_accumulation)[0] for batch in (x, y))
+            first_x = x.chunk(self.config.gradient_accumulation)[0]
+            first_y = y.chunk(self.config.gradient_accumulation)[0]
             devices = [self.device] if self.device.type != "cpu" else []
             for _ in range(2):  # it looks at the order in one pass, and rearranges them for the next
                 with (

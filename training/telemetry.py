@@ -112,7 +112,12 @@ class Telemetry:
         stops = figures.new_tensor([stop])
         message = torch.cat([figures, stops, table.flatten().to(figures)])
         packed = comm.all_reduce(message).cpu()
-        return RankSums(packed[:count], packed[count], packed[count + 1], packed[count + 2 :].view(ranks, -1))
+        return RankSums(
+            losses=packed[:count],
+            squared_norm=packed[count],
+            stops=packed[count + 1],
+            table=packed[count + 2 :].view(ranks, -1),
+        )
 
 
 class RankSums(NamedTuple):

@@ -37,7 +37,8 @@ def find(path: Path | str, which: str = "newest") -> tuple[Path, Marker]:
     folders = CheckpointFolder(inside, keep=1).folders()
     if which in ("newest", "best"):
         losses = read_losses(folders)
-        checkpoint = first_whole(folders if which == "newest" else sorted(losses, key=losses.__getitem__))
+        best_first = sorted(losses, key=losses.__getitem__)
+        checkpoint = first_whole(folders if which == "newest" else best_first)
         if checkpoint is None:
             raise UsageError(f"{path}: no whole checkpoint in it")
         return checkpoint
@@ -50,7 +51,9 @@ def find(path: Path | str, which: str = "newest") -> tuple[Path, Marker]:
 def check_start(config: Config) -> None:
     """Before the folder of a run is made: raise UsageError where it cannot begin with the weights of `init_from`."""
     path = config.init_from
-    if not path or (Path(config.expdir) / config.config / config.run_num / "checkpoints").exists():
+    run_folder = Path(config.expdir) / config.config / config.run_num
+    is_resumed = (run_folder / "checkpoints").exists()
+    if not path or is_resumed:
         return
     if is_external(path):
         comm.raise_on_all_ranks(lambda: match_weights(config))
@@ -87,18 +90,21 @@ def load_weights_into(parallel: ParallelModel, folder: Path) -> None:
 
     model = parallel.model
     weights = collect_weights(model)
-    tensors: dict[str, Any] = {"model": weights, "optimizer": {name: {} for name in weights}}
+    no_moments: dict[str, Any] = {name: {} for name in weights}
+    tensors: dict[str, Any] = {"model": weights, "optimizer": no_moments}
     view = global_view(tensors, parallel.split)
     stored = stored_tensors(folder)
     averaged = {name for name in weights if f"ema.{name}" in stored}
-    wanted = {
-        "model": {name: tensor for name, tensor in view["model"].items() if name not in averaged},
-        "ema": {name: tensor for name, tensor in view["model"].items() if name in averaged},
-    }
+    wanted: dict[str, dict[str, Any]] = {"model": {}, "ema": {}}
+    for name, tensor in view["model"].items():
+        kind = "ema" if name in averaged else "model"
+        wanted[kind][name] = tensor
     try:
         dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
     except (dcp.CheckpointException, RuntimeError, ValueError) as error:
-        cause = next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
+        cause: BaseException = error
+        if isinstance(error, dcp.CheckpointException):
+            cause = next(iter(error.failures.values()))[0]  # of the first rank that failed
         why = f"{first_line(cause)} (was it trained by another version of the code?)"
         raise UsageError(f"{folder}: does not hold the weights of this model: {why}") from None
     take_parts(tensors, view, parallel.split)
