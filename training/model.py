@@ -40,7 +40,12 @@ from utils.schema import Config
 
 Build = Callable[[], nn.Module]
 # (device, samples) with which a look at a model is tried.
-ATTEMPTS = (("meta", 1), ("meta", 2), ("cpu", 1), ("cpu", 2))
+ATTEMPTS = (
+    ("meta", 1),
+    ("meta", 2),
+    ("cpu", 1),
+    ("cpu", 2),
+)
 
 
 def build_model(config: Config, device: torch.device | str = "meta") -> nn.Module:
@@ -134,7 +139,8 @@ def _builder(config):
             raise UsageError(f"{config.config}: {_in_one_line(error)}") from error
         if not isinstance(model, nn.Module):
             raise UsageError(f"{config.config}: model {config.model} makes a {type(model).__name__}, not an nn.Module")
-        if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        tensors = *model.parameters(), *model.buffers()
+        if any(is_lazy(tensor) for tensor in tensors):
             complete(model, config)
         check_registered(model, config)
         return model
@@ -145,8 +151,8 @@ def _builder(config):
 def check_registered(model: nn.Module, config: Config) -> None:
     """Raise UsageError for weights in a plain list, tuple, set or dict: no optimizer and no checkpoint sees them."""
     for place, kind, part in _unregistered(model):
-        has_weights = isinstance(part, nn.Parameter) or (isinstance(part, nn.Module) and bool(part.state_dict()))
-        if has_weights:
+        is_module_with_weights = isinstance(part, nn.Module) and bool(part.state_dict())
+        if isinstance(part, nn.Parameter) or is_module_with_weights:
             raise UsageError(
                 f"{config.config}: model {config.model}: '{place}' is a plain {kind} that holds a "
                 f"{type(part).__name__}, whose weights nothing would train or save: use nn.ModuleList, nn.ModuleDict "
@@ -156,14 +162,17 @@ def check_registered(model: nn.Module, config: Config) -> None:
 
 def _unregistered(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
     """(name of an attribute, type of its value, part of it): what modules hold that PyTorch does not know of."""
-    registered = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
+    known_parts = *model.modules(), *model.parameters(), *model.buffers()
+    registered = {id(part) for part in known_parts}
     internal = vars(nn.Module()).keys()
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if name in internal:
                 continue
             place = f"{prefix}.{name}" if prefix else name
-            for part in tree_leaves(list(value) if isinstance(value, set | frozenset) else value):
+            # torch's walk through containers does not look into sets.
+            container = list(value) if isinstance(value, set | frozenset) else value
+            for part in tree_leaves(container):
                 if id(part) not in registered:
                     yield place, type(value).__name__, part
 
@@ -175,12 +184,14 @@ def arguments_of(Model: Callable[..., Any]) -> tuple[set[str], bool]:
     """
     makers = [Model]
     if isinstance(Model, type):
-        makers = [cls for cls in Model.__mro__ if "__init__" in vars(cls) and cls not in (nn.Module, object)] or makers
+        bases = [cls for cls in Model.__mro__ if cls not in (nn.Module, object)]
+        makers = [cls for cls in bases if "__init__" in vars(cls)] or makers
     named: set[str] = set()
     for maker in makers:
         parameters = inspect.signature(maker).parameters
         kinds = {name: parameter.kind for name, parameter in parameters.items()}
-        named |= {name for name, kind in kinds.items() if kind not in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)}
+        without_name = (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)  # **kwargs and *args
+        named |= {name for name, kind in kinds.items() if kind not in without_name}
         if Parameter.VAR_KEYWORD not in kinds.values():
             return named, False
     return named, True
@@ -275,13 +286,21 @@ def inspect_model(config: Config) -> ModelInfo:
     check_made(model, weights, config)
     check_output(output, f"{config.config}: model {config.model}")
     if not output.requires_grad:
+        frozen = f" with freeze {config.freeze}" if config.freeze else ""
         raise UsageError(
             f"{config.config}: the output of model {config.model} depends on no weight that is trained: nothing can be "
-            "learned" + (f" with freeze {config.freeze}" if config.freeze else "")
+            f"learned{frozen}"
         )
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    shape = (output.shape[0] // samples, *output.shape[1:]) if output.dim() else ()
-    return ModelInfo(shape, parameters, usage.flops // samples, points_kept_together(model), usage)
+    shape: tuple[int, ...] = ()  # of a scalar
+    if output.dim():
+        shape = (output.shape[0] // samples, *output.shape[1:])
+    return ModelInfo(
+        output_shape=shape,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        flops=usage.flops // samples,
+        kept_together=points_kept_together(model),
+        usage=usage,
+    )
 
 
 def check_made(
@@ -334,14 +353,20 @@ def draw_by_module(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules():
         if not _own_tensors(module):
             continue
+        # A copy of the module alone gets memory, and is forgotten when its tensors have been handed on.
         alone = copy.copy(module)
-        alone._parameters, alone._buffers = dict(module._parameters), dict(module._buffers)
+        alone._parameters = dict(module._parameters)
+        alone._buffers = dict(module._buffers)
         alone.to_empty(device="cpu", recurse=False)  # its children stay on the meta device
+        # Every module has a seed of its own, so that its weights do not depend on the modules before it.
+        digest = hashlib.sha256(f"{seed} {prefix}".encode()).digest()
+        module_seed = int.from_bytes(digest[:8], "little")
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {prefix}".encode()).digest()[:8], "little"))
+            torch.manual_seed(module_seed)
             alone.reset_parameters()  # type: ignore[operator]  # one of its tensors, as far as mypy knows
         for name, value in _own_tensors(alone).items():
-            yield f"{prefix}.{name}" if prefix else name, value.detach()
+            full_name = f"{prefix}.{name}" if prefix else name
+            yield full_name, value.detach()
 
 
 def _own_tensors(module):

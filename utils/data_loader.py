@@ -100,8 +100,16 @@ class BatchLoader:
 
     def order(self, seed: int | None = None) -> Order:
         """Samples that this rank reads in each iteration of training, or of validation if there is no seed."""
-        rank, ranks = comm.get_rank("dp"), comm.get_size("dp")
-        return Order(self.num_samples, self.batch_size, rank, ranks, seed, self.stages, self.frames, self.micro_batches)
+        return Order(
+            num_samples=self.num_samples,
+            batch_size=self.batch_size,
+            rank=comm.get_rank("dp"),
+            ranks=comm.get_size("dp"),
+            seed=seed,
+            stages=self.stages,
+            inputs=self.frames,
+            micro_batches=self.micro_batches,
+        )
 
     def _paced(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches, with the host at most AHEAD of the device: each batch takes memory there."""
@@ -127,20 +135,21 @@ class BatchLoader:
             yield from self._read_together(self._batches(order, iterations))
         elif reads_samples():
             for x, y in self._read_together(self._batches(order, iterations)):
-                x, y = x.contiguous(), y.contiguous()
-                for tensor in (x, y):
-                    dist.broadcast(tensor, group=group, group_src=0)
+                x = x.contiguous()
+                y = y.contiguous()
+                dist.broadcast(x, group=group, group_src=0)
+                dist.broadcast(y, group=group, group_src=0)
                 yield x, y
         else:
             h, w = self.dataset.shape[2:]
             for steps in self._read_together(map(order.steps, iterations)):
                 forced = self.forcings.channels(steps) if self.forcings else 0
-                channels = self.frames * self.n_in + forced, steps * self.n_out
-                x, y = (
-                    torch.empty(self.batch_size, n, h, w, dtype=torch.float32, device=self.device) for n in channels
-                )
-                for tensor in (x, y):
-                    dist.broadcast(tensor, group=group, group_src=0)
+                inputs = self.frames * self.n_in + forced
+                outputs = steps * self.n_out
+                x = torch.empty(self.batch_size, inputs, h, w, dtype=torch.float32, device=self.device)
+                y = torch.empty(self.batch_size, outputs, h, w, dtype=torch.float32, device=self.device)
+                dist.broadcast(x, group=group, group_src=0)
+                dist.broadcast(y, group=group, group_src=0)
                 yield x, y
 
     def _read_together(self, batches: Iterator[T]) -> Iterator[T]:
@@ -177,10 +186,14 @@ class BatchLoader:
     def _split(self, frames: Tensor, samples: np.ndarray) -> Batch:
         """Input and target of normalised samples (B, n + k, C, h, w) of these numbers."""
         n = self.frames
-        x, y = frames[:, :n, : self.n_in], frames[:, n:, : self.n_out].flatten(1, 2)
-        x = x.flip(1).flatten(1, 2) if n > 1 else x[:, 0]  # the present frame first; one frame needs no copy
+        x = frames[:, :n, : self.n_in]  # (B, n, n_in, h, w), the present frame last
+        y = frames[:, n:, : self.n_out].flatten(1, 2)  # (B, k n_out, h, w)
+        # The present frame comes first; a single one needs no copy.
+        x = x.flip(1).flatten(1, 2) if n > 1 else x[:, 0]  # (B, n n_in, h, w)
         if self.forcings:
-            x = torch.cat([x, self.forcings(self.dataset.dates(samples, frames.shape[1] - n))], 1)
+            steps = frames.shape[1] - n
+            dates = self.dataset.dates(samples, steps)  # (B, k)
+            x = torch.cat([x, self.forcings(dates)], 1)
         return x, y
 
 
@@ -194,8 +207,11 @@ class DataLoader(BatchLoader):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        means, stds = torch.from_numpy(self.statistics.means), torch.from_numpy(self.statistics.stds)
-        self.scale, self.bias = (1 / stds).to(self.device), (-means / stds).to(self.device)
+        # (value - mean) / std is computed as value * scale + bias, in one pass.
+        means = torch.from_numpy(self.statistics.means)  # (C, 1, 1)
+        stds = torch.from_numpy(self.statistics.stds)
+        self.scale = (1 / stds).to(self.device)
+        self.bias = (-means / stds).to(self.device)
         self.gpu = device_module(self.device, "Stream")
         self.side_stream = self.gpu.Stream(self.device) if self.gpu else None
         self.pool = ThreadPoolExecutor(self.num_workers) if self.num_workers else None
@@ -223,7 +239,10 @@ class DataLoader(BatchLoader):
     def _batches(self, order: Order, iterations: range) -> Iterator[Batch]:
         reading = ReadingAhead(self, order, iterations)
         try:
-            while (slot := reading.next()) is not None:
+            while True:
+                slot = reading.next()
+                if slot is None:
+                    break
                 frames = self.to_device(slot)
                 yield self._split(frames, slot.samples)
         finally:
@@ -234,7 +253,8 @@ class DataLoader(BatchLoader):
         """Begin to fill a slot with the samples of an iteration; without workers it is full afterwards."""
         if slot.copied is not None:
             slot.copied.synchronize()
-        slot.samples, slot.reads = order.samples(iteration), []
+        slot.samples = order.samples(iteration)
+        slot.reads = []
         shape = (self.batch_size, order.frames(iteration), *self.dataset.shape[1:])
         slot.tensor = slot.memory[: math.prod(shape)].view(shape)
         for index, out in zip(slot.samples, slot.tensor.numpy(), strict=True):
@@ -262,9 +282,12 @@ class ReadingAhead:
     """One pass over iterations, which reads ahead as far as there are slots."""
 
     def __init__(self, loader: DataLoader, order: Order, iterations: range):
-        self.loader, self.order, self.iterations = loader, order, iterations
+        self.loader = loader
+        self.order = order
+        self.iterations = iterations
         self.started = 0  # iterations whose reading has begun
-        self.free, self.reading = deque[Slot](), deque[Slot]()
+        self.free: deque[Slot] = deque()
+        self.reading: deque[Slot] = deque()
 
     def next(self) -> Slot | None:
         """The slot with the next batch, which stays as it is until the next call; None after the last one."""

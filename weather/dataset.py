@@ -46,8 +46,12 @@ class FieldDataset:
         inputs: int = 1,
         remote: RemoteOptions | None = None,
     ):
-        self.folder, self.channels, self.dt, self.steps = data_path(folder, remote), channels, dt, steps
-        self.inputs, self.span = inputs, (inputs - 1 + steps) * dt  # frames from the first of a sample to its last
+        self.folder = data_path(folder, remote)
+        self.channels = channels
+        self.dt = dt
+        self.steps = steps
+        self.inputs = inputs
+        self.span = (inputs - 1 + steps) * dt  # frames from the first of a sample to its last
         self.rows = rows or slice(0, img_size[0])
         self.columns = columns or slice(0, img_size[1])
         self.paths: Sequence[Path | StorePath] = year_paths(self.folder)
@@ -69,8 +73,11 @@ class FieldDataset:
         except UsageError:
             self.close()
             raise
-        self.starts = [self._sample_starts(file, axis) for file, axis in zip(self.files, self.axes, strict=True)]
-        self.first_sample = np.concatenate([[0], np.cumsum([len(starts) for starts in self.starts])])
+        self.starts = []  # of each file, the first frames of its samples
+        for file, axis in zip(self.files, self.axes, strict=True):
+            self.starts.append(self._sample_starts(file, axis))
+        counts = [len(starts) for starts in self.starts]
+        self.first_sample = np.concatenate([[0], np.cumsum(counts)])  # (files + 1,), among all samples
         total = int(self.first_sample[-1])
         self.num_samples = min(total, limit or total)
 
@@ -93,13 +100,17 @@ class FieldDataset:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Shape of one sample: (inputs + steps, C, h, w), the input frames, oldest first, and the target frames."""
-        height, width = self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+        height = self.rows.stop - self.rows.start
+        width = self.columns.stop - self.columns.start
         return self.inputs + self.steps, self.channels, height, width
 
     @property
     def step_seconds(self) -> int | None:
         """Seconds from one frame to the next, the same in all files; None where their dates are not known."""
-        return next((axis.step for axis in self.axes if axis is not None), None)
+        for axis in self.axes:
+            if axis is not None:
+                return axis.step
+        return None
 
     @property
     def times(self) -> list[np.ndarray]:
@@ -109,9 +120,11 @@ class FieldDataset:
     def read(self, index: int, out: np.ndarray) -> None:
         """Read sample `index` into `out`, a contiguous float32 numpy array of self.shape, or of its first frames."""
         number, frame = self._locate(index)
-        parts = [out] if self.dt == 1 else np.split(out, len(out))  # frames side by side on disk: one read
+        # Frames that lie side by side on disk are one read.
+        parts = [out] if self.dt == 1 else np.split(out, len(out))
+        file = self.files[number]
         for later, part in enumerate(parts):
-            self.files[number].read(frame + later * self.dt, part, self.rows, self.columns)
+            file.read(frame + later * self.dt, part, self.rows, self.columns)
 
     def dates(
         self,
@@ -119,7 +132,8 @@ class FieldDataset:
         steps: int,
     ) -> np.ndarray:
         """The dates of the frames from which `steps` steps start, (len(indices), steps) datetime64[s], in UTC."""
-        first, last = (self.inputs - 1) * self.dt, (self.inputs - 1 + steps) * self.dt
+        first = (self.inputs - 1) * self.dt  # the present frame, counted from the first of the sample
+        last = first + steps * self.dt
         dates = []
         for index in indices:
             number, frame = self._locate(index)
@@ -137,13 +151,18 @@ class FieldDataset:
         counts = []
         for starts, first in zip(self.starts, self.first_sample[:-1], strict=True):
             samples = min(len(starts), self.num_samples - int(first))
-            counts.append(int(starts[samples - 1]) + self.span + 1 if samples > 0 else 0)
+            if samples > 0:
+                last_start = int(starts[samples - 1])
+                counts.append(last_start + self.span + 1)
+            else:
+                counts.append(0)
         return counts
 
     def check_like(self, other: "FieldDataset") -> None:
         """Raise UsageError where channels, units or points of a file are not those of another dataset."""
         for file, description in zip(self.files, self.described, strict=True):
-            if difference := description.difference(other.description):
+            difference = description.difference(other.description)
+            if difference:
                 raise UsageError(f"{file.path}: {difference}, as in {other.files[0].path}")
 
     def check_step_like(self, other: "FieldDataset") -> None:
@@ -159,19 +178,24 @@ class FieldDataset:
         """Raise UsageError, naming file, frame and channel, where a sample has a value that is not finite."""
         sample = np.empty(self.shape, np.float32)
         self.read(index, sample)
-        bad = np.argwhere(~np.isfinite(sample).all((2, 3)))
+        is_bad = ~np.isfinite(sample).all((2, 3))  # (frames, C)
+        bad = np.argwhere(is_bad)
         if len(bad):
             number, frame = self._locate(index)
-            (later, channel), name = bad[0], self.description.names[bad[0][1]]
-            value = sample[later, channel][~np.isfinite(sample[later, channel])][0]
+            later, channel = bad[0]
+            name = self.description.names[channel]
+            field = sample[later, channel]
+            value = field[~np.isfinite(field)][0]
             where = f"{self.files[number].path}: frame {frame + later * self.dt}"
             raise UsageError(f"{where}: channel {channel} ({name}) holds {value}")
 
     def listing(self) -> dict[str, str]:
         """{folder and name: frames and size} of the files, which ranks compare."""
-        return {
-            f"{self.folder.name}/{file.path.name}": f"{file.shape[0]} frames, {file.size} bytes" for file in self.files
-        }
+        listing = {}
+        for file in self.files:
+            name = f"{self.folder.name}/{file.path.name}"
+            listing[name] = f"{file.shape[0]} frames, {file.size} bytes"
+        return listing
 
     def notes(self) -> list[str]:
         """What was assumed of these data, and what of them is left out, a line each."""
@@ -211,7 +235,8 @@ class FieldDataset:
 
     def _share_steps(self) -> None:
         """Give files of few frames the step of the others. Raises UsageError where two files differ in it."""
-        known = [(file, axis) for file, axis in zip(self.files, self.axes, strict=True) if axis is not None]
+        pairs = zip(self.files, self.axes, strict=True)
+        known = [(file, axis) for file, axis in pairs if axis is not None]
         if not known:
             return
         telling = [(file, axis) for file, axis in known if file.shape[0] >= FEW_FRAMES]

@@ -177,7 +177,8 @@ class Store:
         return conversion(f"{self.address}: {field.name} has", field.units, QUANTITIES[quantity].units)
 
     def _check_grid(self) -> None:
-        longitude, width = self.longitude, len(self.longitude)
+        longitude = self.longitude
+        width = len(longitude)
         # Equal steps once around the globe; the first column is less than a step east of Greenwich.
         even = longitude[0] + 360 / width * np.arange(width)
         is_whole_circle = np.allclose(longitude, even, atol=1e-3) and longitude[0] < 360 / width

@@ -92,7 +92,10 @@ def decode_numbers(
     exact, elapsed, unit = _dates_of_numbers(values.astype(np.float64), units, calendar, where)
     # Numbers in double precision are exact enough.
     is_single = values.dtype.kind == "f" and values.dtype.itemsize <= 4
-    precision = float(np.spacing(np.abs(values).max())) * unit if is_single else 0.0
+    precision = 0.0
+    if is_single:
+        largest = np.abs(values).max()
+        precision = float(np.spacing(largest)) * unit
     return _round_dates(exact, elapsed, precision)
 
 
@@ -163,7 +166,8 @@ def _dates_of_numbers(
     unit = (one_later - first).total_seconds()
     elapsed = (values - values[0]) * unit
     if has_leapless_calendar:
-        dates = np.array([_as_datetime64(date) for date in cftime.num2date(values, units, calendar)])
+        cf_dates = cftime.num2date(values, units, calendar)
+        dates = np.array([_as_datetime64(date) for date in cf_dates])
     else:
         later = np.round(elapsed * 1e6).astype("timedelta64[us]")
         dates = _as_datetime64(first) + later
@@ -191,7 +195,10 @@ def _round_dates(
     the file, move with their dates.
     """
     dates = _nearest(exact, "s")
-    usual_step = float(np.median(np.abs(np.diff(elapsed)))) if len(elapsed) > 1 else 0.0
+    usual_step = 0.0
+    if len(elapsed) > 1:
+        steps = np.abs(np.diff(elapsed))
+        usual_step = float(np.median(steps))
     nearness = min(max(TOLERANCE * usual_step, precision), MOST_ROUNDING * usual_step)
     tolerance = np.timedelta64(round(nearness * 1e6), "us")
     # The coarsest unit that fits all dates is the one that was meant.

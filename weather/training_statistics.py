@@ -100,19 +100,26 @@ def training_statistics(
                     raise UsageError(describe_problem(path, axis, number, name, problem))
                 sums.add(frames, follows[first : first + count])
 
-    means, stds = sums.means(), sums.stds()
-    for channel in map(int, np.flatnonzero(~(stds > 0))):  # nor is NaN
+    means = sums.means()
+    stds = sums.stds()
+    is_constant = ~(stds > 0)  # or NaN
+    for channel in map(int, np.flatnonzero(is_constant)):
         raise UsageError(
             f"{paths[0]}: channel {channel} ({names[channel]}) is {means[channel]:g} at every point of every "
             "training frame: leave it out, or get it anew"
         )
-    of_channels = [values[:, None, None] for values in (means, stds, sums.change_stds())]
-    arrays = [of_channels[0], of_channels[1], sums.time_means(), of_channels[2]]
+    arrays = [
+        means[:, None, None],
+        stds[:, None, None],
+        sums.time_means(),
+        sums.change_stds()[:, None, None],
+    ]
     return [array[None].astype(np.float32) for array in arrays]
 
 
 def _follows(year: YearFile, axis: TimeAxis | None) -> np.ndarray:
     """Whether each frame of a year is one step after the frame before it, (T,) bool; the first one is not."""
+    # Without dates nothing is known of gaps.
     is_regular = axis.is_regular if axis is not None else np.ones(year.shape[0] - 1, bool)
     return np.concatenate([[False], is_regular])
 
@@ -120,6 +127,7 @@ def _follows(year: YearFile, axis: TimeAxis | None) -> np.ndarray:
 def chunks(fields: Any) -> Iterator[tuple[int, int]]:
     """(first frame, number of frames) of parts of a dataset [time, ...] that fit in memory."""
     frames = fields.shape[0]
-    count = max(1, int(CHUNK_BYTES // (fields.nbytes / frames)))
+    frame_bytes = fields.nbytes / frames
+    count = max(1, int(CHUNK_BYTES // frame_bytes))
     for first in range(0, frames, count):
         yield first, min(count, frames - first)

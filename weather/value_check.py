@@ -17,10 +17,22 @@ FILL_VALUE = 1e15
 TOLERATED_SHARE = 0.1
 UNFINISHED = ": was it written to the end?"
 # Numbers that stand for "nothing here" in files of others, also where a range holds them.
-FILL_NUMBERS = (-32768, -32767, -9999, -999.9, -999, -99.99, -99, 9999, 99999, 999999)
+FILL_NUMBERS = (
+    -32768,
+    -32767,
+    -9999,
+    -999.9,
+    -999,
+    -99.99,
+    -99,
+    9999,
+    99999,
+    999999,
+)
 FILL_SHARE = 0.01  # of the points of a frame, from which on such a number is no coincidence
 # Weather is nowhere exactly 0 over so much of the globe, except what may be dry: humidity.
-ZERO_SHARE, DRY_ZERO_SHARE = 0.2, 0.5
+ZERO_SHARE = 0.2
+DRY_ZERO_SHARE = 0.5
 DRY = ("r", "q")
 DRY_LEVEL = 300  # hPa
 Key = tuple[str, float | None]  # (quantity, level in hPa): weather.channels.channel_key
@@ -99,7 +111,8 @@ class ValueCheck:
                 found = self._explain(frames[frame, channel], self.bounds[channel])
                 if found is not None:
                     (row, column), text = found
-                    others = max(0, int((~is_in_range[frame]).sum()) - 1)
+                    out_of_range = int((~is_in_range[frame]).sum())
+                    others = max(0, out_of_range - 1)
                     return Problem(int(frame), int(channel), row, column, text, others)
         return None
 
