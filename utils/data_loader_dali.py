@@ -61,11 +61,20 @@ class BatchStream:
     """A DALI pipeline and its processes, which give the batches of the source one after another."""
 
     def __init__(self, loader: BatchLoader, source: SampleSource):
-        self.device, gpu, workers = loader.device, gpu_of(loader.device), max(1, loader.num_workers)
+        self.device = loader.device
+        gpu = gpu_of(loader.device)
+        workers = max(1, loader.num_workers)
         self.pipeline: Any = normalised_samples(
-            source, loader.statistics, parallel=loader.num_workers > 0, on_gpu=gpu is not None, device_id=gpu,
-            batch_size=loader.batch_size, num_threads=workers, py_num_workers=workers, py_start_method="spawn",
-        )  # fmt: skip
+            source,
+            loader.statistics,
+            parallel=loader.num_workers > 0,
+            on_gpu=gpu is not None,
+            device_id=gpu,
+            batch_size=loader.batch_size,
+            num_threads=workers,
+            py_num_workers=workers,
+            py_start_method="spawn",
+        )
         others = set(multiprocessing.active_children())
         with stop_signals_held_back():
             resource_tracker.ensure_running()  # multiprocessing's helper process; starting it unblocks signals
@@ -108,11 +117,13 @@ class BatchStream:
 
     def _loss(self, within: float) -> str:
         """An error for a process that has ended, or ends in so many seconds; '' while all live."""
-        if not connection.wait([worker.sentinel for worker in self.workers], within):
+        sentinels = [worker.sentinel for worker in self.workers]
+        if not connection.wait(sentinels, within):
             return ""
         for worker in self.workers:
             worker.join(1)  # DALI ends the others, with 0
-        code = next(filter(None, (worker.exitcode for worker in self.workers)), 0)
+        codes = [worker.exitcode for worker in self.workers if worker.exitcode]
+        code = codes[0] if codes else 0
         return (
             f"a data worker ended with exit code {code}; if it was killed for want of memory, "
             "choose a smaller batch or num_data_workers"

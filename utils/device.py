@@ -36,13 +36,15 @@ def select_device(name: str, local_rank: int = 0) -> torch.device:
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name == "auto":
-        if accelerator is None and (there := promised_gpus()):
+        there = promised_gpus() if accelerator is None else ""
+        if there:
             raise UsageError(
                 f"{there}, but torch {torch.__version__} sees none: take a build of torch for this machine's driver, "
                 "in a container also the option for GPUs (--nv, --rocm); --device cpu trains on the CPU"
             )
         name = accelerator.type if accelerator else "cpu"
-    present = f"this machine has cpu{f' and {accelerator.type}' if accelerator else ' only'}"
+    beside_cpu = f" and {accelerator.type}" if accelerator else " only"
+    present = f"this machine has cpu{beside_cpu}"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -68,7 +70,8 @@ def _keep_freed_memory() -> None:
 
     By default it returns large blocks to the system, which clears every page of them again in the next step.
     """
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
         mallopt(-4, 0)  # M_MMAP_MAX: no block is mapped on its own
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: the end of the heap is never returned
 
@@ -77,7 +80,8 @@ def promised_gpus() -> str:
     """Name the sign that this process should have GPUs; '' if there is none or they are hidden on purpose."""
     if any(os.environ.get(name) == "" for name in VISIBLE):
         return ""
-    if count := os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_TASK"):
+    count = os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_TASK")
+    if count:
         return f"Slurm gave this job GPUs ({count} on this node)"
     there = driver()
     return f"this machine has a driver of {there[0]}" if there else ""
@@ -95,8 +99,15 @@ def driver() -> tuple[str, str] | None:
 def built_for() -> str:
     """Describe the target of this build of torch: 'CUDA 13.0', 'ROCm 7.1', 'XPU 2025' or 'no GPU'."""
     version = torch.version
-    kinds = {"ROCm": version.hip, "CUDA": version.cuda, "XPU": getattr(version, "xpu", None)}
-    return next((f"{name} {number}" for name, number in kinds.items() if number), "no GPU")
+    kinds = {
+        "ROCm": version.hip,
+        "CUDA": version.cuda,
+        "XPU": getattr(version, "xpu", None),
+    }
+    for name, number in kinds.items():
+        if number:
+            return f"{name} {number}"
+    return "no GPU"
 
 
 def device_module(device: torch.device, *needed: str) -> Any:

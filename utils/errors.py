@@ -102,7 +102,8 @@ def os_errors_as_usage_errors() -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or the exception's name where it has none."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def status_of(error: BaseException) -> int:
@@ -114,7 +115,13 @@ def status_of(error: BaseException) -> int:
 
 def one_line(text: str) -> str:
     """A message as a terminal may show it: control characters escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    shown = []
+    for character in text:
+        if character.isprintable():
+            shown.append(character)
+        else:
+            shown.append(character.encode("unicode_escape").decode())
+    return "".join(shown)
 
 
 def print_error(message: str) -> None:
@@ -125,7 +132,8 @@ def print_error(message: str) -> None:
 
 def leave_for_torchrun(message: str) -> None:
     """Write why this rank ends to the file that torchrun, if it started the rank, reads for its own summary."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
         answer = {"message": one_line(message), "extraInfo": {"timestamp": int(time.time())}}
         with suppress(OSError), open(file, "w") as opened:
             json.dump({"message": answer}, opened)

@@ -52,19 +52,22 @@ class HostRandom:
         _, words, spare = self.python  # spare: the second of two normal numbers that are drawn together, or None
         python = [*words, float(spare is not None), spare or 0.0]
         state: Any = self.numpy.state["state"]
+        from_numpy = [*state["key"], state["pos"]]
         return {
             "python": torch.tensor(python, dtype=torch.float64),
-            "numpy": torch.tensor([*state["key"], state["pos"]], dtype=torch.float64),
+            "numpy": torch.tensor(from_numpy, dtype=torch.float64),
         }
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Put back what `tensors` has given, or a part of it."""
         if "python" in tensors:
-            *words, has_spare, spare = tensors["python"].tolist()
-            self.python = PYTHON_VERSION, tuple(map(int, words)), spare if has_spare else None
+            *numbers, has_spare, spare = tensors["python"].tolist()
+            words = tuple(map(int, numbers))
+            self.python = PYTHON_VERSION, words, spare if has_spare else None
         if "numpy" in tensors:
-            *key, position = tensors["numpy"].tolist()
-            state: Any = {"key": np.array(key, dtype=np.uint32), "pos": int(position)}
+            *numbers, position = tensors["numpy"].tolist()
+            key = np.array(numbers, dtype=np.uint32)
+            state: Any = {"key": key, "pos": int(position)}
             self.numpy.state = {"bit_generator": "MT19937", "state": state}
 
 

@@ -21,8 +21,9 @@ class Cut(NamedTuple):
     @property
     def own(self) -> slice:
         """This rank's points."""
-        start = sum(self.sizes[: comm.get_rank(self.mesh_dim)])
-        return slice(start, start + self.sizes[comm.get_rank(self.mesh_dim)])
+        rank = comm.get_rank(self.mesh_dim)
+        start = sum(self.sizes[:rank])
+        return slice(start, start + self.sizes[rank])
 
 
 def image_cuts(img_size: Sequence[int], patch_size: PerAxis) -> list[Cut]:
@@ -41,7 +42,8 @@ def image_cuts(img_size: Sequence[int], patch_size: PerAxis) -> list[Cut]:
                 kind = "context parallel" if name == "cp" else "domain parallel"
                 what = "rows" if axis == 0 else "columns"
                 raise LayoutError(f"{kind}: {patches} {what} of patches cannot be split over {ranks} ranks")
-            cuts.append(Cut(axis, tuple(n * patch for n in shard_sizes(patches, ranks)), name))
+            sizes = tuple(count * patch for count in shard_sizes(patches, ranks))
+            cuts.append(Cut(axis, sizes, name))
     return cuts
 
 
