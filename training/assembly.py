@@ -34,11 +34,14 @@ def build_parallel(
     Buffers that no checkpoint holds have their initial values in any case. where: how errors call the layout; the name
     of the config unless given. usage: of the model, where it is known already.
     """
+    # The model has shapes and names, and no memory yet.
     model = build_model(config)
     split = split_as_configured(model, config, where)
+    # Compilation and checkpointing wrap what each rank computes, so the split comes first.
     apply_speed_options(config, device, model)
     buffers = {name for name, _ in model.named_buffers()}
     unsaved = buffers - model.state_dict().keys()
+    # Buffers that no checkpoint holds come from the initial weights.
     if weights is None:
         weights = initial_weights(config)
     elif unsaved:
@@ -72,6 +75,7 @@ def random_batch(task: Task, device: torch.device) -> tuple[Tensor, Tensor]:
     config = task.config
     x, y = task.random_batch(torch.Generator().manual_seed(config.seed))
     own_samples = slice(comm.get_rank("dp"), None, comm.get_size("dp"))
+    # One slice for each axis of an image.
     window = task.own_window()
 
     def part(whole: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ class AveragedWeights:
     @torch.no_grad()
     def update(self, iteration: int) -> None:
         """Take in the parameters after the step of an iteration, counted from 0."""
+        # Early averages would be mostly of the initial weights.
         decay = min(self.decay, (1 + iteration) / (10 + iteration))
         torch._foreach_lerp_(*self._pairs(), 1 - decay)
 
@@ -52,6 +53,7 @@ class AveragedWeights:
         for module in self.model.modules():
             if is_fsdp_module(module):
                 module.reshard()  # what it has gathered would be neither the one nor the other
+        # Values are exchanged, not tensors: optimizer and buckets hold on to the tensors.
         averages, parameters = self._pairs()
         for average, parameter in zip(averages, parameters, strict=True):
             kept = parameter.clone()

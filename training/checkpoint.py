@@ -66,6 +66,7 @@ def collect_state(model: nn.Module, optimizer: Optimizer, streams: RandomStreams
     optimizer = _local(optimizer)
     make_moments(optimizer)
     weights = collect_weights(model)  # first: fully_shard shares out again what it has gathered
+    # Frozen parameters have no moments.
     moments = {}
     for name, parameter in model.named_parameters():
         if parameter in optimizer.state:
@@ -110,7 +111,9 @@ def make_moments(optimizer: Optimizer) -> None:
     unused = [parameter for parameter in parameters if parameter not in optimizer.state]
     if not unused:
         return
+    # Everything that the step below changes is put back afterwards.
     gradients = [parameter.grad for parameter in parameters]
+    # A rate of zero leaves the weights as they are.
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in parameters:
         parameter.grad = None  # the optimizer passes over those that have moments
@@ -118,12 +121,14 @@ def make_moments(optimizer: Optimizer) -> None:
         parameter.grad = torch.zeros_like(parameter)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+    # This step makes the moments.
     optimizer.step()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     for parameter in unused:
+        # Of that step only zeros and a count of no steps remain.
         for value in optimizer.state[parameter].values():
             value.zero_()
 
@@ -208,11 +213,13 @@ class CheckpointFolder:
         }
         if self._stager is None or VERSION < (2, 13):  # there a stager is spent after one use
             self._stager = _new_stager()
+        # Training goes on as soon as the tensors are copied; the thread writes the copies.
         copies = self._stager.stage(tree_map(_from_the_start, tensors))
         device = torch.accelerator.current_device_index() if accelerator() else None
         to_write = copies, marker, final, device
         self._thread = threading.Thread(target=self._write, args=to_write, daemon=True)
         self._thread.start()
+        # A process that ends waits a little for its last checkpoint.
         atexit.register(self._thread.join, EXIT_SECONDS)
         if wait:
             self.wait()
@@ -268,13 +275,16 @@ class CheckpointFolder:
         except Exception as error:
             self._error = error
         self.write_seconds = time.perf_counter() - started
+        # An error is raised by the next call of wait.
         if self._error is None:
             log.info("  Saved checkpoint %s, written in %.3f s", final.name, self.write_seconds)
 
     def _complete(self, writing: Path, final: Path, marker: Marker) -> None:
+        # The marker is written last: without it the folder does not count as a checkpoint.
         with whole_file(writing / MARKER) as part:
             part.write_text(json.dumps({"sha256": digest(marker), **marker}, indent=1))
         shutil.rmtree(final, ignore_errors=True)  # a damaged one that was passed over
+        # From here on the checkpoint is there, whole.
         writing.rename(final)
         sync_folder(self.path)
         self._prune()
@@ -331,6 +341,7 @@ class CheckpointFolder:
     def _prune(self) -> None:
         folders = self.folders()
         losses = read_losses(folders)
+        # The best one stays, however old it is.
         best = min(losses, key=losses.__getitem__, default=None)
         # Those whose marker cannot be read go, and of the others the older ones.
         damaged = [folder for folder in folders if folder not in losses]

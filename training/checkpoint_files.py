@@ -41,6 +41,7 @@ def write_shards(
     offsets: dict[str, list[int]],
 ) -> dict[str, Any]:
     """Write shards, contiguous tensors on the CPU, and where they begin. Returns and raises as write_safetensors."""
+    # torch's reader finds the places of shards under this key.
     places = {name: {"saved_offsets": offset} for name, offset in offsets.items()}
     metadata = {"DCP_SHARDING_INFO": json.dumps(places), "format": "pt"}
     return write_safetensors(path, tensors, metadata)
@@ -69,6 +70,7 @@ def write_safetensors(
     """
     # Large numbers first, so that each tensor begins at a multiple of its element's size.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    # The header names type, shape and place of every tensor.
     header: dict[str, Any] = {"__metadata__": metadata}
     contents = []
     end = 0
@@ -102,6 +104,7 @@ def write_and_hash(path: Path, contents: Sequence[bytes | memoryview]) -> dict[s
         for content in contents:
             computed.update(content)
             file.write(content)
+        # The content must be on the disk before the marker says so.
         file.flush()
         os.fsync(file.fileno())
         size = os.fstat(file.fileno()).st_size
@@ -111,6 +114,7 @@ def write_and_hash(path: Path, contents: Sequence[bytes | memoryview]) -> dict[s
 def describe(path: Path, algorithm: str = HASH) -> dict[str, Any]:
     """Size and hash of a file as it is. algorithm: of HASHES. Raises OSError where it cannot be read."""
     computed = HASHES[algorithm]()
+    # One buffer serves all reads, and nothing is copied.
     part = memoryview(bytearray(READ_BYTES))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(part):
@@ -131,6 +135,7 @@ def read_marker(folder: Path) -> Marker:
     """The marker of a checkpoint. Raises CheckpointError where it is missing or damaged."""
     try:
         marker = json.loads((folder / MARKER).read_bytes())
+        # The marker holds a hash of itself, without this entry.
         if marker.pop("sha256") != digest(marker):
             raise ValueError("it is damaged (SHA-256 differs)")
         return marker
@@ -153,6 +158,7 @@ def read_losses(folders: Iterable[Path]) -> dict[Path, float]:
 
 def config_of(marker: Marker, where: str) -> Config:
     """The Config that a checkpoint was trained with. Raises UsageError, beginning with `where`, for none."""
+    # The settings hold the name of their config too.
     settings = dict(marker["config"] or {})
     return check_config(settings, str(settings.pop("config", "")), where)
 
@@ -165,6 +171,7 @@ def verify(folder: Path) -> Marker:
     marker = read_marker(folder)
     for name, written in marker["files"].items():
         check_content(folder, name, written)
+    # Files that nobody wrote for this checkpoint are no part of it.
     refuse_unlisted(folder, marker)
     return marker
 
@@ -210,9 +217,11 @@ def verify_together(folder: Path) -> Marker:
         check_sizes(folder, marker)
         return marker
 
+    # Rank 0 reads the marker; the sizes are cheap, and the hashes are shared out.
     marker = comm.on_main(marker_of_files)
     files = list(marker["files"].items())
     share = files[comm.rank() :: comm.world_size()]
+    # Every rank raises the same error, the first one.
     for error in comm.gather(damage_of(folder, share)):
         if error is not None:
             raise error

@@ -55,11 +55,13 @@ class ShardWriter(StorageWriter):
         tensors, offsets = shards_of(plan, planner)
         path = self.folder / plan.storage_data
         results = []
+        # A rank that holds nothing writes no file.
         if tensors:
             contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
             written = write_shards(path, contiguous, offsets)
             index = MetadataIndex(path.name)
             results.append(WriteResult(index, written["bytes"], written))
+        # torch waits for a future, although the writing is over.
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -70,6 +72,7 @@ class ShardWriter(StorageWriter):
         for of_rank in results:
             for result in of_rank:
                 files[result.index.fqn] = result.storage_data
+        # All files are there: now the marker may be written.
         self.complete(files)
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -95,6 +98,7 @@ def shards_of(
         name = item.index.fqn
         stored = item.tensor_data  # of the whole tensor, and of this shard
         tensor = planner.resolve_data(item)
+        # Only tensors go into such a file.
         if stored is None or not isinstance(tensor, Tensor):
             raise ValueError(f"{name}: is no tensor, and nothing else can be written")
         if type(tensor) not in (Tensor, nn.Parameter):
@@ -104,6 +108,7 @@ def shards_of(
         is_without_a_row = 0 in shard.sizes and 0 not in stored.size
         if is_without_a_row:
             continue
+        # The format knows one shard of a tensor in a file.
         if name in tensors:
             raise ValueError(f"{name}: one rank holds two shards of it")
         tensors[name] = tensor.detach()

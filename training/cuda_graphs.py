@@ -27,6 +27,7 @@ def check_capture(config: Config, device: torch.device, model: nn.Module) -> Non
     drops = [module for module in model.modules() if isinstance(module, _DropoutNd) and module.p]
     dropout = config.dropout or bool(drops)
     sharded = config.data_parallel != "ddp" and comm.get_size("grad_reduce") > 1
+    # Each entry has a condition, and the end of the sentence that refuses it.
     refused = [
         (device.type != "cuda", f"needs a GPU with CUDA or ROCm; this run is on {device}"),
         (
@@ -71,8 +72,10 @@ class CapturedStep:
             self.inputs = []
             for x in inputs:
                 self.inputs.append(torch.empty(x.shape, dtype=x.dtype, device=x.device))
+        # The graph reads from where it was captured, so the batch is copied there.
         for static, x in zip(self.inputs, inputs, strict=True):
             static.copy_(x)
+        # The first steps run as they are, on the stream of the capture.
         if self.warmup_left:
             self.warmup_left -= 1
             with on_capture_stream(), without_host_draws():
@@ -84,6 +87,7 @@ class CapturedStep:
             named = reported_as_usage_error(RuntimeError, "--enable_cuda_graphs: this step cannot be captured")
             with without_host_draws(), named, recording:
                 self.output = step(*self.inputs)
+        # A capture computes nothing, so the first graph is replayed too.
         self.graph.replay()
         return self.output.clone()  # the next replay writes over it
 

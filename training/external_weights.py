@@ -65,6 +65,7 @@ def match_weights(config: Config) -> Weights:
     something does not fit and init_missing is `error`.
     """
     path = Path(config.init_from or "")
+    # The file's tensors, by the names that our model would give them.
     stored = _renamed(read_tensors(path), config.init_map)
     model = build_model(config)
     state = model.state_dict(keep_vars=True)
@@ -79,6 +80,7 @@ def match_weights(config: Config) -> Weights:
         if name not in known:
             continue
         shape = wanted[name].shape
+        # Names of one tied weight must agree.
         other = found.whole.get(known[name])
         if other is not None and not torch.equal(other, value):
             raise UsageError(
@@ -91,10 +93,12 @@ def match_weights(config: Config) -> Weights:
             found.partly[known[name]] = value
         else:
             found.reshaped.append(name)
+    # Whatever the file does not fill is missing.
     there = {*found.whole, *found.partly, *found.reshaped}
     for name in dict.fromkeys(known.values()):
         if name not in there:
             found.missing.append(name)
+    # Not one fits: the names are those of another kind of model.
     if not found.whole:
         raise UsageError(
             f"{path}: none of its tensors ({_listed(list(stored))}) fits model {config.model} "
@@ -114,6 +118,7 @@ def _differs_in_input_channels(stored: torch.Size, wanted: torch.Size) -> bool:
 
 def load_external_weights(model: nn.Module, split: Split, config: Config, found: Weights) -> None:
     """Copy this rank's parts of the weights that were found into its part of the model. Nothing is communicated."""
+    # Each rank copies its own part out of the mapped file.
     fill_weights(model, found.whole.items(), split)
     if found.partly:
         fill_weights(model, _with_new_channels(config, found.partly), split)
@@ -135,6 +140,7 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
         content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except RuntimeError:  # the format before torch 1.6 cannot be mapped
         content = torch.load(file, map_location="cpu", weights_only=True)
+    # The weights are the file itself, or stand in it under a usual name.
     for name in (None, *NESTED):
         inner = content if name is None else content.get(name)
         if not inner:
@@ -156,6 +162,7 @@ def _renamed(
         patterns = parse_yaml(read_text(path))
     if not isinstance(patterns, dict):
         raise UsageError(f"{path}: expected a mapping of regular expressions to replacements, like '^net\\.': ''")
+    # Patterns act one after another, each on the names that the one before has left.
     for pattern, replacement in patterns.items():
         renamed: dict[str, Tensor] = {}
         matches = 0
@@ -168,6 +175,7 @@ def _renamed(
             if new in renamed:
                 raise UsageError(f"{path}: '{pattern}: {replacement}' gives two tensors the name '{new}'")
             renamed[new] = value
+        # A pattern without a match is a slip of the pen.
         if not matches:
             raise UsageError(f"{path}: '{pattern}' matches none of {_listed(list(tensors))}")
         tensors = renamed

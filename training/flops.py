@@ -36,6 +36,7 @@ def precision(config: Config) -> str:
 
 def is_gpu(name: str, device_name: str) -> bool:
     """Tell whether a device that reports this name is the GPU called `name` in config/hardware.yaml, and all of it."""
+    # Names of devices differ by maker and version, so words are compared.
     words = set(re.split(r"\W+", device_name.lower()))
     is_slower_card = SAME_AS_CARD not in words and bool(words & CARDS)
     is_slice = SLICE in words

@@ -38,6 +38,7 @@ class Iteration:
         try:
             return self.next_batch()
         except ConnectionLostError as error:
+            # __exit__ tells this error from one that the step raises.
             self.lost_data = error
             raise
 
@@ -53,7 +54,9 @@ class Iteration:
         trace: object,
     ) -> bool:
         self.step_range.close()
+        # Any other error goes on to whoever runs the loop.
         if self.lost_data is None or error is not self.lost_data:
             return False
+        # The run saves and stops; the block ends as if nothing had happened.
         self.stop_without_data(self.lost_data)
         return True

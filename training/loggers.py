@@ -76,6 +76,7 @@ class Loggers(Logger):
         try:
             yield
         except logger.errors as error:
+            # The others go on without it.
             self.open = [other for other in self.open if other is not logger]
             why = getattr(error, "strerror", None) or first_line(error)
             messages.warning("%s cannot be written from here on: %s", logger.name, why)
@@ -93,6 +94,7 @@ class TensorBoard(Logger):
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and rank 0 alone writes
 
         self.writer = SummaryWriter(folder, purge_step=purge_step)
+        # This page of TensorBoard draws several curves in one chart.
         if charts:
             self.writer.add_custom_scalars(charts)
         self.usual_hook = threading.excepthook
@@ -149,6 +151,7 @@ class MetricsFile(Logger):
         for path in folder.glob(FILE_NAME.format("*")):  # of more ranks, maybe, than there are now
             number = path.stem.removeprefix("metrics-rank")
             if number.isdecimal() and int(number) % comm.world_size() == comm.rank():
+                # What a resumed run does again is written again.
                 kept = [record for record in read_metrics(path) if record["iteration"] <= iteration]
                 lines = [json.dumps(record) + "\n" for record in kept]
                 with whole_file(path) as part:
@@ -158,6 +161,7 @@ class MetricsFile(Logger):
 
     def log(self, values: Values, iteration: int, figures: Figures | None = None) -> None:
         """Write a line."""
+        # Numbers that are not finite become null.
         numbers = dict.fromkeys(values) | finite(values)
         record = {
             "iteration": iteration,
@@ -220,11 +224,13 @@ class MLflow(Logger):
             client.log_batch(run, params=params)
             return run
 
+        # A resumed run goes on in the same record.
         self.run = known_id(folder, "mlflow", new)
         client.update_run(self.run, "RUNNING")
 
     def log(self, values: Values, iteration: int, figures: Figures | None = None) -> None:
         """Hand numbers to a thread of MLflow, which training does not wait for; store pictures over those before."""
+        # MLflow takes milliseconds.
         now = int(time.time() * 1000)
         metrics = []
         for name, value in finite(values).items():
@@ -244,6 +250,7 @@ class WandB(Logger):
     name = "the run of Weights & Biases"
 
     def __init__(self, folder: Path, config: Config):
+        # Nothing is sent unless somebody asks for it.
         os.environ.setdefault("WANDB_MODE", "offline")
         import wandb
 

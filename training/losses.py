@@ -36,6 +36,7 @@ def relative_l2(prediction: Tensor, target: Tensor, image_group: dist.ProcessGro
 
     prediction = prediction.flatten(1)  # (B, C h w)
     target = target.flatten(1)
+    # Each rank holds a part of the images: the norms of the whole ones need an all-reduce.
     if image_group is not None and image_group.size() > 1:
         error, size = l2_norms(prediction - target, target, group=image_group)
         return error / size
@@ -64,6 +65,7 @@ def loss_weights(config: Config, names: Sequence[str], latitude: np.ndarray) -> 
     pressure levels as their pressure, with mean 1: more where more of the air is (Lam et al. 2023, GraphCast,
     arXiv:2212.12794). names: of the channels; latitude: (H,) degrees. Raises UsageError for an unknown channel.
     """
+    # The loss is of the channels that are forecast.
     names = list(names[: config.n_out_channels])
     for name in config.channel_weights:
         if name not in names:
@@ -74,9 +76,11 @@ def loss_weights(config: Config, names: Sequence[str], latitude: np.ndarray) -> 
     if config.pressure_weights:
         by_name |= _weights_by_pressure(names)
     by_name |= config.channel_weights
+    # In the order of the channels, (C,).
     weights = np.array([by_name[name] for name in names])
     if not weights.sum() > 0:
         raise UsageError(f"{config.config}: channel_weights: all channels weigh nothing")
+    # Rows weigh as their area, (H,).
     rows = latitude_weights(latitude)
     columns = config.img_size[1]
     whole = weights[:, None] / weights.sum() * rows / rows.sum() / columns  # (C, H)

@@ -23,6 +23,7 @@ def later_names(model: nn.Module) -> dict[str, str]:
     firsts: dict[Any, str] = {}
     later: dict[str, str] = {}
     for identity, name in _identities(model):
+        # Whoever comes first gives the name.
         first = firsts.setdefault(identity, name)
         if first != name:
             later[name] = first
@@ -38,6 +39,7 @@ def _identities(model: nn.Module) -> Iterator[tuple[Any, str]]:
         before = f"{prefix}." if prefix else ""
         for attribute, parameter in module._parameters.items():
             yield id(parameter), before + attribute
+        # A buffer is known by its module and attribute, an extra state too.
         for attribute in (*module._buffers, EXTRA_STATE):
             yield (id(module), attribute), before + attribute
 
@@ -57,6 +59,7 @@ def collect_weights(model: nn.Module) -> dict[str, Tensor]:
             continue
         is_strided = value.layout == torch.strided
         weights[name] = value.contiguous() if is_strided else value
+        # A buffer may be a view, or share its memory with another one.
         if name in buffers and type(value) is Tensor and is_strided:
             weights[name] = _in_own_memory(weights[name], seen)
     return weights
@@ -80,6 +83,7 @@ def collect_extra(model: nn.Module) -> dict[str, Any]:
     for name, value in model.state_dict().items():
         if name in later or isinstance(value, Tensor):
             continue
+        # The marker of a checkpoint is JSON.
         if not _survives_json(value):
             raise UsageError(
                 f"the model's state '{name}' is a {type(value).__name__} that no checkpoint can hold: let "
@@ -104,6 +108,7 @@ def restore_weights(
     extra: dict[str, Any],
 ) -> None:
     """Put back what `collect_weights` and `collect_extra` have given. Raises RuntimeError where names do not fit."""
+    # What is stored once is loaded under every name.
     held = weights | extra
     later = later_names(model)
     state = {}

@@ -32,6 +32,7 @@ def build_optimizer(config: Config, parallel: ParallelModel, device: torch.devic
         "fused": config.enable_fused or None,  # None: torch's own choice, one kernel for each operation (foreach)
         "capturable": captured,
     }
+    # Names and shapes decide what decays, and what Muon trains.
     roles = weight_roles(parallel.model, parallel.split, config.muon_weights)
     groups = parameter_groups(config, roles)
     if config.optimizer == "Muon":
@@ -40,6 +41,7 @@ def build_optimizer(config: Config, parallel: ParallelModel, device: torch.devic
         # With a decay Adam is AdamW: the decay is decoupled from the moments.
         name = "AdamW" if config.weight_decay else config.optimizer
         build = partial(getattr(torch.optim, name), **options)
+    # ZeRO-1: every rank keeps the moments of its share of the parameters.
     if config.data_parallel == "zero1" and comm.get_size("grad_reduce") > 1:
         return build_zero1_optimizer(build, groups, lr=lr)
     return build(groups, lr=lr)
@@ -53,6 +55,7 @@ def muon_builder(
     adam: dict[str, Any],
 ) -> Callable[..., Optimizer]:
     """Muon, to be called with groups and lr. With mixed precision its products of matrices are in bfloat16."""
+    # Muon must know of which whole matrix a parameter is a part.
     matrices = {}
     for role in roles:
         if role.is_hidden:
@@ -120,6 +123,7 @@ def learning_rate(config: Config, iteration: int) -> float:
     """
     peak = peak_learning_rate(config)
     warmup = min(config.warmup, config.num_iters // 2)
+    # The rate rises in equal steps from peak / warmup.
     if iteration < warmup:
         return peak * (iteration + 1) / warmup
     if config.lr_schedule == "constant":
@@ -131,6 +135,7 @@ def learning_rate(config: Config, iteration: int) -> float:
 def set_learning_rate(optimizer: Optimizer, value: float) -> None:
     """Set the learning rate of every group; in place where it is a tensor, which a CUDA graph reads."""
     for group in optimizer.param_groups:
+        # A CUDA graph reads the rate where it was captured.
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(value)
         else:

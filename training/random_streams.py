@@ -26,7 +26,9 @@ class RandomStreams:
     def __init__(self, seed: int | None = None, sequence_parallel: bool = False):
         self.device_stream = comm.dropout_stream(sequence_parallel)
         self.host_stream = comm.get_rank("dp")
+        # Ranks that share an image draw alike on the host.
         self.host = HostRandom((seed or 0) + self.host_stream)
+        # Programs that only read weights leave the generators alone.
         if seed is not None:
             torch.manual_seed(seed + self.device_stream)
             random.seed(seed + comm.rank())  # of everything but the model
@@ -48,6 +50,7 @@ class RandomStreams:
             state = states.get(f"{kind}{self.device_stream}")
             if state is not None:
                 setter(state)
+        # Python's and numpy's states belong to another stream than torch's.
         host_states: dict[str, Tensor] = {}
         for kind in ("python", "numpy"):
             state = states.get(f"{kind}{self.host_stream}")

@@ -31,6 +31,7 @@ def checkpointed(
     module: whose buffers it may change; None inside a compiled function, whose graph changes them once. inner: makes
     further contexts of the first and the second call.
     """
+    # The second call must find the buffers of the first.
     if module is not None:
         options["context_fn"] = partial(paired_contexts, module, inner or noop_context_fn)
     elif inner is not None:
@@ -58,6 +59,7 @@ class FoundState:
     def first_call(self, inner: AbstractContextManager) -> Iterator[None]:
         """Inside, the module is called; of the copies of its buffers those stay that it has changed."""
         self.generators = host_states()
+        # Which buffers change is known only afterwards.
         copies = copied_buffers(self.module)
         held = [_with_version(owner, name) for owner, name, _ in copies]
         with inner:
@@ -98,6 +100,7 @@ def with_buffers(buffers: Buffers) -> Iterator[None]:
 
     The tensors change places, and nothing is copied: autograd may keep a buffer for the backward pass.
     """
+    # These buffers stand in the modules now, and come back at the end.
     own = [owner._buffers[name] for owner, name, _ in buffers]
     try:
         for owner, name, buffer in buffers:

@@ -26,6 +26,7 @@ def write_validation(
     iteration: int,
 ) -> None:
     """Log one validation: its scores, numbers or {channel: number}, and its pictures."""
+    # Scores of channels have a tag each.
     values = {}
     for kind, score in scores.items():
         if not isinstance(score, dict):
@@ -54,6 +55,7 @@ def rmse_charts(channels: Sequence[str]) -> Charts:
 def skill_table(summary: dict[str, Any]) -> str:
     """RMSE of the headline channels beside persistence and climatology, as lines of text."""
     scored = summary["rmse"]
+    # Without any of the usual channels the first four are shown.
     headline = [name for name in HEADLINE if name in scored]
     columns = "".join(f"{name:>14}" for name in FORECASTS)
     lines = [f"{'RMSE':<18}{columns}"]
@@ -79,6 +81,7 @@ def print_result(summary: dict[str, Any], scores: str, config: Config) -> None:
         print(f"curves and maps:  {programs}/tensorboard --logdir {shlex.quote(config.expdir)}")
         if config.amp_mode == "none" and "SLURM_JOB_ID" not in os.environ:
             start = "python" if comm.world_size() == 1 else f"torchrun --nproc_per_node {comm.world_size()}"
+            # The command is repeated with its own options, under another number.
             parser = ArgumentParser()
             parser.add_argument("--run_num")
             _, other_options = parser.parse_known_args()

@@ -68,6 +68,7 @@ class Run:
         task: Task,
         loaders: Sequence[BatchLoader],
     ):
+        # Whatever can be refused is refused before the folder is made.
         check_start(config)
         check_tracker(config)
         self.folder = RunFolder(config)
@@ -108,6 +109,7 @@ class Run:
             return self
         with ExitStack() as opened:
             opened.enter_context(self.stop_request)
+            # The state comes first: all else depends on the iteration.
             self._resume()
             self.profiler = build_profiler(self.config, self.device, self.folder.path / "profile")
             if self.profiler:
@@ -127,6 +129,7 @@ class Run:
             )
             self.bar = opened.enter_context(bar)
             opened.enter_context(self.watchdog)
+            # All went well, so what was opened stays open until the run ends.
             self.open = opened.pop_all()
         if self.iteration == self.config.num_iters or self.validation_due:
             self._go_on_validating()
@@ -145,6 +148,7 @@ class Run:
 
             for line in fallback.fallback_lines():  # operations and results that were not split
                 log.info(line)
+        # A run that was stopped has no summary: its folder shows that it can go on.
         is_done = self.iteration == self.config.num_iters and not self.validation_due
         if kind is None and not self.summary and is_done:
             self.summary = self._summarize()
@@ -165,6 +169,7 @@ class Run:
         """The iterations that are left, one at a time; ends early at a signal, and where the data were lost."""
         if self.summary:
             return
+        # Batches follow from the iteration alone, so a resumed run goes on with the right one.
         batches = self.train_loader.train(self.config.seed, self.iteration, self.config.num_iters)
         self.clock.start()
         while self.iteration < self.config.num_iters and not self.stopping:
@@ -194,6 +199,7 @@ class Run:
     def _after_step(self, output: StepOutput) -> None:
         """Count the step, and log, validate and save where it is due."""
         self.telemetry.add(output)
+        # After its first step the model must still be one that a checkpoint can hold.
         if self.iteration == self.began:
             now = described(collect_weights(self.model))
             comm.raise_on_all_ranks(partial(check_unchanged, self.described, now))
@@ -227,6 +233,7 @@ class Run:
         end_of_epoch = epoch > self._epochs(done - 1)
         if finished and not end_of_epoch:  # the run ends within an epoch
             epoch, end_of_epoch = epoch + 1, True
+        # The newest state is saved now and then, and whenever it is the best.
         save_due = finished or done % config.checkpoint_every == 0
 
         self._read_losses()
@@ -263,9 +270,11 @@ class Run:
             "since_start": self.clock.iterations,
             "ranks": comm.world_size(),
         }
+        # Every rank has a file of its own, rank 0 all other loggers too.
         self.loggers.log(reading | done, self.iteration)
         for iteration, loss in enumerate(losses, self.iteration - len(losses) + 1):
             if not math.isfinite(loss):
+                # The loss may be NaN because the data are: then they are named.
                 samples = self.train_loader.order(self.config.seed).samples(iteration - 1)
                 comm.raise_on_all_ranks(partial(self.train_loader.check_finite, samples))
                 raise self._not_finite(iteration, "training", loss)
@@ -340,10 +349,13 @@ class Run:
         state["scaler"] = self.step.scaler.state_dict()
         state["data"] = self.step.task.data_record()
         self.step.parallel.share_buffers()
+        # The tensors of this rank, by name.
         own = self._tensors()
         check_unchanged(self.described, described(own["model"]))
         state |= self._named_state()
+        # A checkpoint describes the whole tensors, whatever the layout.
         tensors = global_view(own, self.step.parallel.split)
+        # The last checkpoint must be whole before the process ends.
         wait = self.stopping or self.iteration == self.config.num_iters
         with reported_as_usage_error(OSError, f"iteration {self.iteration}: a checkpoint could not be written"):
             folder = self.checkpoints.save(self.iteration, tensors, state, val_loss, wait)
@@ -383,7 +395,9 @@ class Run:
         self.described = described(tensors["model"])
         view = global_view(tensors, self.step.parallel.split)
         comm.raise_on_all_ranks(partial(collect_extra, self.model))
+        # What cannot be saved ends the run now, and not after a day.
         self.checkpoints.rehearse(view)
+        # Nothing is read where the run is new.
         marker = self.checkpoints.load_newest(view)
         if marker is None:
             if self.config.init_from:
@@ -400,6 +414,7 @@ class Run:
         self.iteration = self.saved = self.began = marker["iteration"]
         for name in RESUMED:
             setattr(self, name, state.get(name, getattr(self, name)))  # an older checkpoint lacks the newest
+        # The scale of losses goes on as well.
         self.step.scaler.load_state_dict(state["scaler"])
         self._log_notes()
         log.info("Resuming at iteration %d of %d on %s", self.iteration, self.config.num_iters, self._where())
@@ -429,6 +444,7 @@ class Run:
             hook.remove()
             log.info("Memory high watermark after the first forward pass: %.3f GiB", high() / 2**30)
 
+        # A stage of a pipeline is called in place of the model.
         called: nn.Module = next(iter(self.step.parallel.split.stages), self.model)
         hook = called.register_forward_hook(once)
 

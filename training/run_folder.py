@@ -25,6 +25,7 @@ class RunFolder:
 
     def __init__(self, config: Config):
         runs = Path(config.expdir) / config.config
+        # Rank 0 chooses the number for all.
         if config.run_num == "auto":
             number = comm.on_main(lambda: next_run_num(runs))
             config = config.model_copy(update={"run_num": number})
@@ -34,12 +35,14 @@ class RunFolder:
         self.config_file = self.path / "config.yaml"
         self.summary_file = self.path / "summary.json"
         self._owner: RunOwner | None = None  # on rank 0
+        # One rank opens the folder, and every rank raises what it raises.
         comm.on_main(self._open)
         if not comm.is_main():
             logging.getLogger().setLevel(logging.WARNING)
 
     def _open(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
+        # Two runs in one folder would write over each other's files.
         self._owner = RunOwner(self.path)
         name = self.config.config
         if self.config_file.exists():
@@ -112,6 +115,7 @@ def next_run_num(runs: Path) -> str:
     """
     runs.mkdir(parents=True, exist_ok=True)
     me = this_process()
+    # A job that is started again goes on in its own folder.
     is_restarted = me.job and any(me.restarts)
     if is_restarted:
         for file in runs.glob(f"*/{FILE}"):
@@ -122,6 +126,7 @@ def next_run_num(runs: Path) -> str:
     taken = [int(name) for name in names if name.isdecimal()]
     number = max(taken, default=-1) + 1
     try:
+        # mkdir fails where another job has taken the number meanwhile.
         (runs / f"{number:02d}").mkdir()
     except FileExistsError:  # another job was faster
         return next_run_num(runs)

@@ -48,9 +48,11 @@ def this_process() -> Owner:
     elastic = env.get("TORCHELASTIC_RUN_ID", "")
     if elastic == "none":  # torchrun's own default, the same for all runs; its process starts the ranks again
         elastic = f"of torchrun {os.getppid()} ({_start_of(os.getppid())})"
+    # Two starts of one job are the same run.
     job = env.get("SLURM_JOB_ID") or elastic
     counts = [env.get(f"{launcher}_RESTART_COUNT", "") for launcher in ("SLURM", "TORCHELASTIC")]
     slurm, torchrun = [int(count) if count.isdecimal() else 0 for count in counts]
+    # A number of a process means something on its machine and in its container alone.
     number = os.getpid()
     space = ""
     with contextlib.suppress(OSError):
@@ -74,6 +76,7 @@ class RunOwner:
         self.path = folder / FILE
         self.me = this_process()
         self.beats = 0
+        # Of several that try at once one makes the file.
         while not self._claim():
             text = self._read()
             if text is None:
@@ -85,6 +88,7 @@ class RunOwner:
                     "--run_num (auto: the next free number)"
                 )
             self._remove(text)
+        # A thread writes into the file while this run lives: other machines see it beat.
         self.leaving = threading.Event()
         self.thread = threading.Thread(target=self._beat, daemon=True, name="owner of the run folder")
         self.thread.start()
@@ -94,6 +98,7 @@ class RunOwner:
         self.leaving.set()
         self.thread.join()
         with contextlib.suppress(OSError):
+            # The file may belong to another run by now.
             if owner_of(self._read() or "") == self.me:
                 self._write(ENDED)
 

@@ -30,10 +30,12 @@ def start(
     config = load_config(argv, description, launch.world_size, own.yaml_config, own.splits)
     layout = config.layout(launch.world_size, launch.ranks_per_node)
     task = build_task(config)
+    # This does not come back where the command starts again under nsys.
     restart_under_nsys()
     prepare_environment(config)
     if config.enable_cuda_graphs:  # NCCL's thread for errors would disturb a capture; Run has the watchdog end hangs
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    # From here on the ranks wait for one another.
     device = comm.init(config.device, config.comm_timeout, config.cpu_offload)
     comm.build_mesh(device, layout)
     return config, device, task

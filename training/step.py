@@ -91,6 +91,7 @@ class TrainingStep:
         log_norm: measure the norm of the gradient. It is also measured where it is needed for clipping, and in a CUDA
         graph, which is the same in every iteration.
         """
+        # The rate is a function of the iteration alone, so a resumed run needs no state for it.
         set_learning_rate(self.optimizer, learning_rate(self.config, iteration))
         with self.streams.host, unrepeatable_as_usage_error():
             if self.config.enable_cuda_graphs:
@@ -114,6 +115,7 @@ class TrainingStep:
             with span("pipeline"):
                 losses = self.parallel.pipeline.step(x, y, self.loss, self.scaler.scale)
         else:
+            # Gradients of all micro-batches add up, and are reduced with the last one.
             losses = []
             for x_part, y_part in self.parallel.micro_batches(x, y, self.config.gradient_accumulation):
                 with span("forward"), self.autocast():
@@ -122,9 +124,11 @@ class TrainingStep:
                     self.scaler.scale(loss).backward()
                 losses.append(loss.detach())
         with span("reduce"):
+            # Some strategies reduce here what the backward pass has left.
             self.parallel.finish_gradients()
         with span("optimizer"):
             square = self.update(log_norm)
+        # The mean over the batch: each micro-batch has its share.
         total = sum(losses, torch.zeros((), device=self.device))
         total = total * comm.get_size("pp")  # only the last stage has one, and the mean over all ranks is logged
         return StepOutput(total, square)
@@ -141,6 +145,7 @@ class TrainingStep:
         clip = self.config.clip_grad_norm
         square = None
         unscaled = bool(clip or self.model_parallel)
+        # Clipping, and ranks that must agree, need the gradients themselves.
         if unscaled:
             self.scaler.unscale_(self.optimizer)
         if clip or log_norm:
@@ -152,6 +157,7 @@ class TrainingStep:
                 # The gradients still carry the scale of the loss.
                 scale = self.scaler.scale(torch.ones((), device=self.device))
                 square = square / scale.square()
+        # The scaler skips the step where a gradient overflowed.
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -175,6 +181,7 @@ class TrainingStep:
             graphs = self.config.enable_cuda_graphs
             first_x = x.chunk(self.config.gradient_accumulation)[0]
             first_y = y.chunk(self.config.gradient_accumulation)[0]
+            # The warm-up draws numbers, which must not be missing afterwards.
             devices = [self.device] if self.device.type != "cpu" else []
             for _ in range(2):  # it looks at the order in one pass, and rearranges them for the next
                 with (

@@ -53,6 +53,7 @@ class Telemetry:
         stop: whether this rank was asked to stop. Returns the losses, means over the batch of all ranks; the reading;
         and whether any rank was asked to stop. One reduction carries all of it: each rank has a row in a table.
         """
+        # All steps have finished afterwards, so the events on the device can be read.
         synchronize(self.device)
         count = len(self.losses)
         ranks = comm.world_size()
@@ -108,6 +109,7 @@ class Telemetry:
         square = self.square
         if square is None:
             square = self.losses[0].new_tensor(math.nan)
+        # All figures are packed into one tensor of the losses' type.
         figures = torch.stack([*self.losses, square])
         stops = figures.new_tensor([stop])
         message = torch.cat([figures, stops, table.flatten().to(figures)])

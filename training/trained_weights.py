@@ -28,11 +28,13 @@ def find(path: Path | str, which: str = "newest") -> tuple[Path, Marker]:
     path = Path(path)
     if not path.is_dir():
         raise UsageError(f"{path}: no such folder")
+    # The path is a checkpoint itself.
     if path.name.startswith("iter-") or (path / MARKER).exists():
         try:
             return path, verify(path)
         except CheckpointError as error:
             raise UsageError(error) from None
+    # Or it is the folder of a run, or of checkpoints.
     inside = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     folders = CheckpointFolder(inside, keep=1).folders()
     if which in ("newest", "best"):
@@ -55,11 +57,13 @@ def check_start(config: Config) -> None:
     is_resumed = (run_folder / "checkpoints").exists()
     if not path or is_resumed:
         return
+    # A file of another program is matched by names and shapes.
     if is_external(path):
         comm.raise_on_all_ranks(lambda: match_weights(config))
         return
     if config.init_map or config.init_missing != "error":
         raise UsageError(f"{path}: init_map and init_missing are for files of other programs, not for runs of this one")
+    # A run of this program must have had the same model.
     checkpoint, marker = comm.on_main(lambda: find(path, "best"))
     check_origin(config, checkpoint, marker)
 
@@ -88,10 +92,12 @@ def load_weights_into(parallel: ParallelModel, folder: Path) -> None:
     """
     import torch.distributed.checkpoint as dcp  # slow to import
 
+    # The weights are read into the model's own tensors.
     model = parallel.model
     weights = collect_weights(model)
     no_moments: dict[str, Any] = {name: {} for name in weights}
     tensors: dict[str, Any] = {"model": weights, "optimizer": no_moments}
+    # Each rank asks for its own parts of the stored tensors.
     view = global_view(tensors, parallel.split)
     stored = stored_tensors(folder)
     averaged = {name for name in weights if f"ema.{name}" in stored}
@@ -107,6 +113,7 @@ def load_weights_into(parallel: ParallelModel, folder: Path) -> None:
             cause = next(iter(error.failures.values()))[0]  # of the first rank that failed
         why = f"{first_line(cause)} (was it trained by another version of the code?)"
         raise UsageError(f"{folder}: does not hold the weights of this model: {why}") from None
+    # The parts that this rank holds are taken out of what was read.
     take_parts(tensors, view, parallel.split)
     extra = read_marker(folder)["trainer"].get("extra", {})
     restore_weights(model, weights, extra)

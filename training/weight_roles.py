@@ -43,6 +43,7 @@ def weight_roles(
     decides, and those that begin with ! exclude it. A tied weight is one if all its names are.
     """
     modules = dict(model.named_modules(remove_duplicate=False))  # a module may stand under two names
+    # A tied weight stands in several places: all its names have a say.
     places: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
@@ -72,9 +73,11 @@ def is_chosen(name: str, patterns: Sequence[str]) -> bool:
 
 def whole_shape(name: str, parameter: nn.Parameter, split: Split) -> torch.Size:
     """The shape of a weight in the whole model."""
+    # The split may know the whole shape.
     if name in split.specs:
         return split.specs[name].shape
     shape = list(parameter.shape)  # of a DTensor, of all its parts
+    # Tensor parallelism cuts one dimension into equal parts.
     if name in split.dims:
         shape[split.dims[name]] *= comm.get_size("tp")
     return torch.Size(shape)
@@ -86,6 +89,7 @@ def may_decay(name: str, module: nn.Module, shape: torch.Size) -> bool:
     module: that it belongs to. Decay of the others would pull scales and offsets to zero, which does not make a network
     simpler (He et al. 2019, arXiv:1812.01187, section 3.1).
     """
+    # A weight of one row or column is a vector, whatever its shape says.
     long_dims = [size for size in shape if size > 1]
     is_norm = "Norm" in type(module).__name__
     is_bias = "bias" in name.rpartition(".")[2]
