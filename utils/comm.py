@@ -76,19 +76,23 @@ def init(
     """
     global _listener, _patience
     launch = read_launch()
+    # Ranks of a node choose among its devices by their number; a process alone takes the first.
     device = select_device(device_name, launch.local_rank if launch.world_size > 1 else 0)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_launcher(launch.rank)
     if launch.world_size == 1:
         warn_of_unused_tasks()
         return device
+    # Libraries beside torch look for these variables too.
     os.environ.update(MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port))
     name_gloo_interface(launch)
     backend = backend_for(device)
     _patience = datetime.timedelta(seconds=timeout)
     try:
         store = open_store(launch, timeout)
+        # From here on a rank that fails can tell the others.
         _listener = FailureListener(store.clone(), launch.rank, launch.world_size)  # type: ignore[attr-defined]  # not in torch's stubs
+        # Two ranks on one GPU would hang in their first collective.
         check_devices(store, launch, physical_name(device))
         # With offloading gloo reduces what lies in host memory, and no single device can be bound.
         offloaded = cpu_offload and backend != "gloo"
@@ -116,6 +120,7 @@ def open_store(launch: Launch, timeout: float) -> dist.Store:
     Where all ranks are on this machine it listens on its loopback alone: whoever reaches it may write.
     Raises OSError or RuntimeError where it cannot be opened, or not be reached within `timeout` seconds.
     """
+    # torchrun's agent has a store already; otherwise rank 0 opens one.
     serves = launch.rank == 0 and not agent_has_store()
     listener = None
     if not serves:
@@ -141,6 +146,7 @@ def wait_for_rank_0(launch: Launch, timeout: float) -> None:
 
     torch's client waits too, and then prints stacks of C++ before its error.
     """
+    # Rank 0 may start later than this rank.
     end = time.monotonic() + timeout
     while True:
         try:
@@ -160,8 +166,10 @@ def check_devices(store: dist.Store, launch: Launch, name: str) -> None:
     """
     ranks = launch.world_size
     store.set(f"rank {launch.rank}", "")
+    # The store counts for each device how many ranks have named it.
     if name and store.add(f"device {name}", 1) > 1:
         store.add("devices shared", 1)
+    # Whoever comes last lets the others go on.
     if store.add("devices named", 1) == ranks:
         store.set("devices known", "")
     try:
@@ -183,6 +191,7 @@ def shutdown(timeout: float = 10) -> None:
         if _listener:
             _listener.stop(timeout)
         _meshes.clear()
+        # NCCL may wait for a peer that is gone, so the thread is not waited for.
         leaving = threading.Thread(target=on_this_device(dist.destroy_process_group), daemon=True)
         leaving.start()
         leaving.join(timeout)
@@ -193,6 +202,7 @@ def build_mesh(device: torch.device, layout: Layout) -> None:
     _meshes.clear()
     if world_size() == 1:
         return
+    # All ranks make the same groups in the same order.
     dims = layout.mesh_dims
     mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
     _meshes[""] = mesh
@@ -207,6 +217,7 @@ def build_mesh(device: torch.device, layout: Layout) -> None:
             _meshes[name] = mesh[several[0]]
         else:
             _meshes[name] = flattened(mesh[combined], name)
+    # Only some orders of the dimensions need it.
     own = _mesh_of_hsdp(mesh)
     if own is not None:
         _meshes["hsdp"] = own
@@ -318,6 +329,7 @@ def on_main(function: Callable[[], T]) -> T:
     """Call function() on rank 0; every rank gets its result, or raises the exception that it raised."""
     if world_size() == 1:
         return function()
+    # An exception travels to the other ranks like a result.
     outcome: list[Any] = [None, None]  # result, exception
     if is_main():
         try:
@@ -332,6 +344,7 @@ def on_main(function: Callable[[], T]) -> T:
 
 def gather(own: T) -> list[T]:
     """Gather the value of every rank, on all ranks."""
+    # In a single process this is the answer already.
     seen = [own] * world_size()
     if len(seen) > 1:
         dist.all_gather_object(seen, own)
@@ -353,6 +366,7 @@ def raise_on_all_ranks(function: Callable[[], T]) -> T:
 def check_alike(own: dict[str, str]) -> None:
     """Raise UsageError, on every rank, where a rank sees something else than rank 0. own: {name: what is seen}."""
     seen = gather((socket.gethostname(), own))
+    # Rank 0 is what the others are compared with.
     first_host, first = seen[0]
     for number, (host, other) in enumerate(seen):
         for name in sorted(first | other):
@@ -377,6 +391,7 @@ def all_reduce(tensor: Tensor) -> Tensor:
 def global_mean(values: Tensor) -> Tensor:
     """Mean over the first axis of all ranks' `values`, summed in float64: (n, ...) -> (...). n may differ by rank."""
     values = values.cpu() if values.device.type == "mps" else values
+    # In float64 the mean hardly depends on how the values are shared out.
     sums = values.double().sum(0)
     # One all-reduce carries the sums and, behind them, the number of values.
     count = sums.new_tensor([len(values)])
@@ -413,6 +428,7 @@ def run_ranks(main: Callable[[], int | None]) -> NoReturn:
 
     def guarded():
         try:
+            # A file that cannot be opened is bad input, not a fault of the program.
             with os_errors_as_usage_errors():
                 status = main()
         except (Exception, KeyboardInterrupt) as error:

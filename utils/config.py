@@ -101,6 +101,7 @@ def load_config(
     place of the file's, where no option says otherwise. Raises UsageError, naming file, config and key, for values that
     do not fit the schema, and for ranks or batches that cannot be shared equally.
     """
+    # Words of the command line win over the preset, and that over the file.
     options = parse_command_line(sys.argv[1:] if argv is None else argv, description, yaml_config)
     path = options.pop("yaml_config")
     name = options.pop("config")
@@ -113,6 +114,7 @@ def load_config(
         settings["global_batch_size"] = chosen["local_batch_size"] * layout.dp
     config = check_config(settings, name, where, options, world_size)
     for key_name, script in SPLITS.items():
+        # A script refuses what only another one can split.
         if getattr(config, key_name) not in (1, "1x1") and key_name not in splits:
             raise UsageError(f"{key_name} {getattr(config, key_name)}: the model is split by {script}")
     if "domain_parallel" in splits and (config.sequence_parallel or config.tp_backend != "native"):
@@ -139,8 +141,10 @@ def read_mappings(
     with reported_as_usage_error(ValueError, str(path)):
         mappings = parse_yaml(text)
     is_named = isinstance(mappings, dict)
+    # A file of YAML may hold anything.
     if not is_named or not all(isinstance(mapping, dict) for mapping in mappings.values()):
         raise UsageError(f"{path}: expected named {kind}, each a mapping of keys to values")
+    # YAML reads names such as 1 or null as other things than text.
     for mapping in (mappings, *mappings.values()):
         for name in mapping:
             if not isinstance(name, str):
@@ -161,6 +165,7 @@ def parse_yaml(text: str) -> Any:
     try:
         return yaml().load(text)
     except MarkedYAMLError as error:
+        # The parser knows the line, counted from 0.
         mark = error.problem_mark or error.context_mark
         raise ValueError(f"line {mark.line + 1 if mark else '?'}: {error.problem}") from None
     except (YAMLError, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
@@ -194,9 +199,11 @@ def _of_ranks(config: Config, world_size: int) -> Iterator[str]:
     dp = config.layout(world_size).dp
     batch = config.global_batch_size
     per_rank = config.local_batch_size
+    # Only data-parallel ranks share a batch.
     ranks = f"{dp} ranks" if dp == world_size else f"{dp} data-parallel ranks"
     if per_rank is not None and per_rank * dp != batch:
         yield f"global_batch_size {batch} is not local_batch_size {per_rank} x {ranks}: give one of them"
+    # Every rank has as many samples in every micro-batch.
     count = config.gradient_accumulation
     if batch % (dp * count):
         accumulated = f" in {count} micro-batches" if count > 1 else ""
@@ -216,6 +223,7 @@ def _of_ranks(config: Config, world_size: int) -> Iterator[str]:
             "enable_jit with dropout and tensor_parallel needs sequence_parallel (train_mp.py): ranks that share "
             "activations draw their random numbers outside of a compiled graph"
         )
+    # With fewer micro-batches than stages some stage would have nothing to do.
     stages = config.pipeline_parallel
     if config.pp_schedule != "gpipe" and count < stages:
         yield (
@@ -300,6 +308,7 @@ def write_config(config: Config, path: Path) -> None:
 
 def differing_keys(old: Config, new: Config, *affecting: Affects) -> list[str]:
     """Keys, in schema order, that affect one of these and differ; by default what decides the numbers of a run."""
+    # Keys of layout, speed and folders may change in a resumed run.
     keys = keys_that_affect(*(affecting or ("model", "result", "training")))
     return [key for key in keys if getattr(old, key) != getattr(new, key)]
 
@@ -311,6 +320,7 @@ def explain(
     options: Collection[str] = (),
 ) -> str:
     """One line about the first value that does not fit the schema; `options` came from the command line."""
+    # pydantic lists all problems, and one line has room for one.
     problem = min(error.errors(), key=lambda problem: problem["type"] == "missing")  # a misspelt key first
     name, *deeper = map(str, problem["loc"])
     # A problem deeper inside is one of the model there: its place becomes a part of `where`.
@@ -327,6 +337,7 @@ def explain(
         return f"{where}: unknown key '{name}'{nearest(name, schema.model_fields)}"
     if problem["type"] == "missing":
         return f"{where}: key '{name}' is missing ({schema.model_fields[name].description})"
+    # pydantic's own words follow the value.
     message = problem["msg"].removeprefix("Input ")
     return f"{where}: {name}: {problem['input']!r} {message}"
 
@@ -349,6 +360,7 @@ def nearest(word: str, words: Iterable[str]) -> str:
 
 def option_words(key: str, value: Any) -> list[str]:
     """The words of a command line that give a key this value: what parse_command_line reads back."""
+    # argparse has two options for a switch.
     if isinstance(value, bool):
         return [f"--{key}" if value else f"--no-{key}"]
     if isinstance(value, list):
@@ -387,11 +399,13 @@ def parse_command_line(
     for name, field in Config.model_fields.items():
         if name == "config":
             continue
+        # An option may have further spellings.
         flags = [f"--{spelling}" for spelling in (name, *ALIASES.get(name, ()))]
         how = _how_to_read(field)
         parser.add_argument(*flags, dest=name, help=field.description, **how)
     options, unknown = parser.parse_known_args(argv)
     if unknown:
+        # The first unknown word is the one that is explained.
         word = unknown[0].split("=")[0]
         instead = ELSEWHERE.get(word.lstrip("-"))
         if instead:

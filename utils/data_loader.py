@@ -77,6 +77,7 @@ class BatchLoader:
         be 0 there.
         """
         order = self.order()
+        # Ranks have as many batches, so that they meet in the same collectives.
         counts = order.counts()
         batches = self._paced(self._shared_batches(order, range(len(counts))))
         for (x, y), count in zip(batches, counts, strict=True):
@@ -117,6 +118,7 @@ class BatchLoader:
         if gpu is None:
             yield from batches
             return
+        # Without a limit the host would queue batches until the memory is full.
         used = deque[torch.Event]()
         for batch in batches:
             yield batch
@@ -130,6 +132,7 @@ class BatchLoader:
 
     def _shared_batches(self, order: Order, iterations: range) -> Iterator[Batch]:
         """As _batches; where several ranks train on the same samples, the first one reads and broadcasts them."""
+        # Ranks of a model share its samples: reading them once is enough.
         group = comm.get_group("tp_pp")
         if comm.get_size("tp_pp") == 1:
             yield from self._read_together(self._batches(order, iterations))
@@ -142,6 +145,7 @@ class BatchLoader:
                 yield x, y
         else:
             h, w = self.dataset.shape[2:]
+            # This rank knows the shapes, and receives the values.
             for steps in self._read_together(map(order.steps, iterations)):
                 forced = self.forcings.channels(steps) if self.forcings else 0
                 inputs = self.frames * self.n_in + forced
@@ -169,6 +173,7 @@ class BatchLoader:
                 batch = next(batches, None)
             except ConnectionLostError as error:
                 lost = error
+            # All ranks leave here together, or none.
             if self._is_so_anywhere(lost is not None):
                 raise next(filter(None, comm.gather(lost)))
             if batch is None:  # every rank has as many
@@ -226,6 +231,7 @@ class DataLoader(BatchLoader):
             self._join_ring()
 
     def _join_ring(self) -> None:
+        # With workers one batch can be read while another is copied.
         shape = (self.batch_size, *self.dataset.shape)
         self.ring.join(shape, 3 if self.num_workers else 1)
 
@@ -251,10 +257,12 @@ class DataLoader(BatchLoader):
 
     def start_reading(self, slot: Slot, order: Order, iteration: int) -> None:
         """Begin to fill a slot with the samples of an iteration; without workers it is full afterwards."""
+        # The copy of the last batch out of this slot must have ended.
         if slot.copied is not None:
             slot.copied.synchronize()
         slot.samples = order.samples(iteration)
         slot.reads = []
+        # A shorter rollout fills only the front of the buffer.
         shape = (self.batch_size, order.frames(iteration), *self.dataset.shape[1:])
         slot.tensor = slot.memory[: math.prod(shape)].view(shape)
         for index, out in zip(slot.samples, slot.tensor.numpy(), strict=True):
@@ -265,6 +273,7 @@ class DataLoader(BatchLoader):
 
     def to_device(self, slot: Slot) -> Tensor:
         """The samples of a slot, normalised: (value - mean) / std."""
+        # On the CPU the buffer itself becomes the batch.
         if self.side_stream is None:
             frames = slot.tensor.to(self.device)
             return torch.addcmul(self.bias, frames, self.scale, out=frames)
@@ -272,8 +281,10 @@ class DataLoader(BatchLoader):
             frames = slot.tensor.to(self.device, non_blocking=True)
             slot.copied = self.side_stream.record_event()
             frames = torch.addcmul(self.bias, frames, self.scale)
+        # The step waits for the copy; the host does not.
         main = self.gpu.current_stream(self.device)
         main.wait_stream(self.side_stream)
+        # The allocator must not reuse this memory while the step reads it.
         frames.record_stream(main)
         return frames
 
@@ -300,6 +311,7 @@ class ReadingAhead:
             self.started += 1
         if not self.reading:
             return None
+        # Batches come in order, so the oldest one is waited for.
         slot = self.reading[0]
         for read in slot.reads:
             read.result()
@@ -312,6 +324,7 @@ class ReadingAhead:
         for slot in self.reading:
             for read in slot.reads:
                 read.cancel() or read.exception()
+        # These iterations are read again when somebody asks for them.
         self.started -= len(self.reading)
         self.reading.clear()
         self.free.clear()

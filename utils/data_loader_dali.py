@@ -75,6 +75,7 @@ class BatchStream:
             py_num_workers=workers,
             py_start_method="spawn",
         )
+        # Which processes are DALI's is seen by comparing before and after.
         others = set(multiprocessing.active_children())
         with stop_signals_held_back():
             resource_tracker.ensure_running()  # multiprocessing's helper process; starting it unblocks signals
@@ -91,6 +92,7 @@ class BatchStream:
 
     def next(self) -> Tensor:
         """The next batch, (B, n + k, C, h, w). The memory is the tensor's own: DALI does not write to it again."""
+        # DALI copies in order with the work of this stream.
         stream = torch.cuda.current_stream(self.device) if gpu_of(self.device) is not None else None
         before = signal.signal(signal.SIGCHLD, lambda *_: self._check(1))  # DALI may wait for a lost one forever
         try:
@@ -101,6 +103,7 @@ class BatchStream:
                 signal.signal(signal.SIGCHLD, before)
             return torch.from_dlpack(batch.as_tensor()).to(self.device)
         except Exception as error:  # a worker's comes as its text, of another class
+            # The text of a worker's error names its class.
             message = str(error.__cause__)
             kind: type[Exception] = UsageError
             if f"{ConnectionLostError.__name__}: {message}" in str(error):
@@ -142,6 +145,7 @@ def normalised_samples(source: SampleSource, statistics: ChannelStatistics, para
     """The pipeline: normalised samples of the source, on the GPU where there is one."""
     float32 = types.FLOAT  # type: ignore[attr-defined]  # not in DALI's stubs
     samples = fn.external_source(source, batch=False, parallel=parallel, dtype=float32, ndim=4)  # (n + k, C, h, w)
+    # Normalisation runs where the batch is used.
     if on_gpu:
         samples = samples.gpu()
     return fn.normalize(samples, mean=statistics.means[None], stddev=statistics.stds[None])

@@ -34,8 +34,10 @@ def select_device(name: str, local_rank: int = 0) -> torch.device:
     Raises UsageError for a name torch does not know or a device this machine lacks, and where 'auto' finds no GPU
     although there are some.
     """
+    # This also finds a GPU of ROCm, which calls itself cuda.
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name == "auto":
+        # A job that paid for GPUs must not train on the CPU in silence.
         there = promised_gpus() if accelerator is None else ""
         if there:
             raise UsageError(
@@ -49,16 +51,19 @@ def select_device(name: str, local_rank: int = 0) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise UsageError(f"device '{name}': not a device torch knows; {present}") from None
+    # The CPU needs neither a number nor pinned memory.
     if device.type == "cpu":
         _keep_freed_memory()
         return device
     if accelerator is None or device.type != accelerator.type:
         raise UsageError(f"device '{name}': not on this machine; {present}")
     count = torch.accelerator.device_count()
+    # Ranks of a node take its devices in turn.
     if device.index is None:
         device = torch.device(device.type, local_rank % count)
     if device.index >= count:
         raise UsageError(f"device '{name}': this machine has {count} of them, numbered from 0")
+    # The setting counts only before the first pinned tensor.
     pin_exact_sizes(device)
     torch.accelerator.set_device_index(device.index)
     stay_near(device)
@@ -78,6 +83,7 @@ def _keep_freed_memory() -> None:
 
 def promised_gpus() -> str:
     """Name the sign that this process should have GPUs; '' if there is none or they are hidden on purpose."""
+    # An empty list of visible devices hides all of them.
     if any(os.environ.get(name) == "" for name in VISIBLE):
         return ""
     count = os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_TASK")
@@ -121,6 +127,7 @@ def backend_for(device: torch.device) -> str:
 
     Raises UsageError where this build of torch has none for them.
     """
+    # torch says which library belongs to a device, and whether this build has it.
     backend = dist.Backend.default_device_backend_map.get(device.type, "")
     if device.type in dist.Backend.backend_capability.get(backend, ()) and dist.is_backend_available(backend):
         return backend
@@ -138,6 +145,7 @@ def physical_name(device: torch.device) -> str:
     if device.type != "cuda":
         return ""
     properties = torch.cuda.get_device_properties(device)
+    # Newer versions of torch tell the address, older ones give empty parts.
     address = ":".join(str(getattr(properties, f"pci_{part}_id", "")) for part in ("domain", "bus", "device"))
     return f"{socket.gethostname()} {address} {properties.uuid}"
 
@@ -177,6 +185,7 @@ def on_this_device(function: Callable[[], None]) -> Callable[[], None]:
     """
     if not torch.accelerator.is_available():
         return function
+    # The device of the thread that calls this.
     index = torch.accelerator.current_device_index()
 
     def run() -> None:
@@ -188,6 +197,7 @@ def on_this_device(function: Callable[[], None]) -> Callable[[], None]:
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """A small tensor on the device: copied there from the host without waiting for what the device still has to do."""
+    # Only a copy from pinned memory lets the host go on.
     from_host = x.device.type == "cpu" and device_module(device, "Stream")
     return x.pin_memory().to(device, non_blocking=True) if from_host else x.to(device)
 
@@ -216,6 +226,7 @@ def pin_exact_sizes(device: torch.device) -> None:
     if device.type != "cuda" or read is None or write is None:
         return
     before = read()
+    # The user's own setting wins.
     if EXACT_PINNING.partition(":")[0] in before:
         return
     try:

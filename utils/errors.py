@@ -110,6 +110,7 @@ def status_of(error: BaseException) -> int:
     """The exit status of a program that ends with an error."""
     if isinstance(error, UsageError):
         return USAGE_STATUS
+    # Lost data come back, so the same command can go on later.
     return STOPPED_STATUS if isinstance(error, ConnectionLostError) else FAILED_STATUS
 
 
@@ -134,6 +135,7 @@ def leave_for_torchrun(message: str) -> None:
     """Write why this rank ends to the file that torchrun, if it started the rank, reads for its own summary."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
+        # This is the form in which torchrun reads it.
         answer = {"message": one_line(message), "extraInfo": {"timestamp": int(time.time())}}
         with suppress(OSError), open(file, "w") as opened:
             json.dump({"message": answer}, opened)
@@ -146,6 +148,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     """
     if sys.stderr is None:  # closed: what is said goes nowhere, and all else goes on
         sys.stderr = open(os.devnull, "w")
+    # A crash in native code then shows where Python was.
     faulthandler.enable(sys.__stderr__ or sys.stderr)
     try:
         with os_errors_as_usage_errors():
@@ -158,6 +161,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     except BrokenPipeError:  # whoever read the output has had enough, as `| head -1` has
         status = BROKEN_PIPE_STATUS
     try:
+        # What is still in the buffer may meet a closed pipe.
         sys.stdout and sys.stdout.flush()
     except OSError:  # Python would try once more, and complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -46,8 +46,10 @@ def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
 
     Raises UsageError where variables are missing, are no numbers, or contradict each other.
     """
+    # A step of srun tells how many tasks it has, whoever starts the ranks inside.
     tasks = _number(env, "SLURM_STEP_NUM_TASKS", 1)
     if "RANK" in env or "WORLD_SIZE" in env:
+        # torchrun sets all of these variables, and so does our script.
         missing = [name for name in VARIABLES if name not in env]
         if missing:
             raise UsageError(
@@ -63,6 +65,7 @@ def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
         else:
             nodes = _number(env, "SLURM_STEP_NUM_NODES", 1)
         launch = Launch(rank, local_rank, size, nodes, env["MASTER_ADDR"], port)
+        # The script sets the variables once; each task of srun must have its own.
         by_srun = tasks > 1 and "TORCHELASTIC_RUN_ID" not in env
         if by_srun and (rank, size) != (_number(env, "SLURM_PROCID"), tasks):
             raise UsageError(
@@ -79,6 +82,7 @@ def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
             launch = _read_srun(env, tasks)
         else:
             return Launch()
+    # From here on the numbers come from any launcher.
     if launch.world_size > 1 and not launch.master_addr.strip():
         raise UsageError("MASTER_ADDR is empty: it is the address of rank 0's node")
     if not 0 <= launch.rank < launch.world_size:
@@ -104,6 +108,7 @@ def _srun_port(env: Mapping[str, str]) -> int:
 
 def _read_mpi(env: Mapping[str, str], tasks: int) -> MpiRank | None:
     """The rank that mpiexec gave this process; None without it, or where srun gave it. tasks: of the step of srun."""
+    # srun sets some of MPI's variables as well.
     family = find_mpi(env)
     if family is None:
         return None
@@ -133,6 +138,7 @@ def name_gloo_interface(launch: Launch) -> None:
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
+    # On a single node the loopback is enough.
     interface = "lo" if launch.nodes == 1 else interface_towards(launch.master_addr)
     if interface == "lo" and launch.nodes > 1:
         addresses = interface_addresses()
@@ -189,6 +195,7 @@ def _number(
         raise UsageError(f"{name} is not set, although srun started several tasks") from None
     except ValueError:
         raise UsageError(f"{name}='{env[name]}' is not a whole number") from None
+    # Numbers beyond their bounds would fail much later, and less clearly.
     least, most = BOUNDS.get(name, (0, 2**31 - 1))
     if not least <= value <= most:
         raise UsageError(f"{name}={value} is not within {least} to {most}")
@@ -197,12 +204,14 @@ def _number(
 
 def _slurm_master(env: Mapping[str, str]) -> str:
     """The address of rank 0: the first node of the step, or the node of srun where that name does not resolve."""
+    # All ranks are on this machine.
     if env.get("SLURM_STEP_NUM_NODES") == "1":
         return "127.0.0.1"
     nodes = env.get("SLURM_STEP_NODELIST", "")
     try:
         command = ["scontrol", "show", "hostnames", nodes]
         listed = subprocess.run(command, capture_output=True, text=True, check=True)
+        # Slurm lists the nodes in the order of the tasks.
         first = listed.stdout.split()[0]
         socket.getaddrinfo(first, None)
         return first

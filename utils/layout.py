@@ -25,6 +25,7 @@ ORDER = "tp-cp-domain-dp-pp"  # neighbours along the first dimension are adjacen
 
 def tile_counts(domain_parallel: int | str) -> tuple[int, int]:
     """Ranks along latitude and longitude: 4 or "4" -> (4, 1), "2x2" -> (2, 2). Raises UsageError for anything else."""
+    # A number of bands is a column of tiles.
     counts = str(domain_parallel).split("x")
     if len(counts) > 2 or not all(n.isdecimal() and int(n) for n in counts):
         raise UsageError(f"domain_parallel '{domain_parallel}': expected ranks along latitude, or 2x2 for tiles")
@@ -114,6 +115,7 @@ class Layout:
 
     def groups(self, name: str) -> np.ndarray:
         """The groups of ranks along a dimension, (groups, ranks of a group)."""
+        # Ranks are numbered in row-major order of these dimensions.
         dims = self.mesh_dims
         along = [d for d in dims if d in PARTS.get(name, (name,))]
         ranks = np.arange(self.world_size).reshape(*dims.values())
@@ -126,12 +128,14 @@ class Layout:
     def table(self, ranks_per_node: int) -> str:
         """The groups of every dimension as text, and which of them lie inside a node."""
         lines = [f"{self.world_size} ranks, {ranks_per_node} a node, order {self.order}"]
+        # Only dimensions that are really split have a line.
         names = [name for name in DIMENSIONS if len(self.groups(name)[0]) > 1]
         is_sharded_in_part = self.shard is not None and 1 < self.shard < self.dp
         if is_sharded_in_part:
             names += ["dp_shard", "dp_replicate"]
         for name in names:
             groups = self.groups(name)
+            # A group that crosses nodes communicates over the network.
             crossing = sum(len(set(group // ranks_per_node)) > 1 for group in groups)
             where = "inside a node" if not crossing else f"{crossing} of {len(groups)} cross nodes"
             bracketed = []

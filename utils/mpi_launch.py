@@ -84,6 +84,7 @@ def find_mpi(env: Mapping[str, str]) -> MpiVariables | None:
             raise UsageError(
                 f"{there[0]} is set, but not {missing}: start with {family.launcher}'s mpiexec, or unset it"
             )
+        # A launcher with one rank started an ordinary process.
         if _number(env, family.size, least=1) > 1:
             return family
         return None
@@ -97,6 +98,7 @@ def read_mpi(env: Mapping[str, str], family: MpiVariables) -> MpiRank:
     """The rank that the variables of a family tell. Raises UsageError where some are missing, or contradict others."""
     rank = _number(env, family.rank)
     size = _number(env, family.size, least=1)
+    # Versions of a launcher name the variable differently.
     local_rank_name = _first_set(env, family.local_rank)
     if local_rank_name is None:
         wanted = " or ".join(family.local_rank)
@@ -125,6 +127,7 @@ def mpi_address(env: Mapping[str, str], mpi: MpiRank) -> str:
         return "127.0.0.1"
     node_file = env.get("PBS_NODEFILE", "")
     try:
+        # PBS lists the nodes in the order of the ranks.
         hosts = Path(node_file).read_text().split() if node_file else []
     except (OSError, ValueError):
         hosts = []

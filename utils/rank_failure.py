@@ -78,6 +78,7 @@ class FailureListener:
         expected = isinstance(error, UsageError | ConnectionLostError | NonFiniteLossError | KeyboardInterrupt)
         # The words of an error that is expected say it all; of any other the kind matters too.
         text = one_line(str(error) if expected else f"{type(error).__name__}: {error}")
+        # Every message names the rank that it comes from.
         message = f"rank {self.rank}: {text}"
         self.ending.acquire()
         if not expected:
@@ -85,9 +86,11 @@ class FailureListener:
         try:
             if self.rank > 0:
                 wait_until(lambda: self.store.check([FIRST_FAILURE]), RANK_0_SECONDS)
+            # The first error in the store is the one that counts.
             first = self.store.compare_set(FIRST_FAILURE, "", f"{status} {message}").decode()
         except RuntimeError:  # the store lives in rank 0, which is gone
             first = f"{status} {LOST}"
+        # This rank was the first, so it speaks for all.
         if first == f"{status} {message}":
             print_error(message)
             if not expected:
@@ -98,6 +101,7 @@ class FailureListener:
 
     def _end_because_of(self, first: str, own_error: str = "") -> NoReturn:
         """End this rank after another. own: an error that this rank expected."""
+        # The text in the store begins with the exit status.
         status, message = first.split(" ", 1)
         if int(status) == FAILED_STATUS:
             write_record(f"because of {message}")
@@ -113,6 +117,7 @@ class FailureListener:
     def _wait_for_others(self) -> None:
         """Wait until all ranks know the error, so that they end together: torchrun kills those that are later."""
         with contextlib.suppress(RuntimeError):
+            # Each rank counts itself, and rank 0 says when all know.
             self.store.add(KNOWN, 1)
             if self.rank > 0:
                 wait_until(lambda: self.store.check([END]), FAREWELL_SECONDS)
@@ -151,6 +156,7 @@ def agent_has_store() -> bool:
 
 def end_with_launcher(rank: int) -> None:
     """End this process when torchrun, which started it, is gone; whoever starts the run again finds no old ranks."""
+    # A process whose parent is gone gets another parent.
     agent = os.getppid()
 
     def watch() -> None:
@@ -192,6 +198,7 @@ def write_record(reason: str) -> None:
         from torch.distributed.distributed_c10d import _world
 
         with _writing:
+            # A group of one rank communicates nothing.
             groups = {}  # those of several ranks
             for group in _world.pg_map:
                 ranks = list(_world.pg_group_ranks[group])
@@ -206,6 +213,7 @@ def write_record(reason: str) -> None:
                 "groups": groups,
                 "calls": _calls()[-LAST:],
             }
+            # A call that has finished meanwhile is still the same call.
             newest = record["calls"] and record["calls"][-1] | {"done": None}
             if newest != _newest:  # else the rank has only lost the others since it wrote
                 _newest = newest
@@ -232,6 +240,7 @@ def _calls() -> list[dict[str, Any]]:
         if hasattr(c10d, dump):
             entries += json.loads(getattr(c10d, dump)()).get("entries", [])
     # The newest torch keeps one list for both, and each call returns it.
+    # Calls are known by group, number and time.
     once = {}
     for entry in entries:
         if not entry["is_p2p"]:
@@ -258,6 +267,7 @@ def _own_code(thread: int) -> list[str]:
     """Lines in which a thread is, innermost first, outside Python's and other libraries: "path:line function"."""
     places: list[str] = []
     for frame, line in traceback.walk_stack(sys._current_frames()[thread]):
+        # Places in libraries say nothing of what this program did.
         code = frame.f_code
         is_in_library = code.co_filename.startswith((*LIBRARIES, "<"))
         if is_in_library:

@@ -20,6 +20,7 @@ def training_indices(num_samples: int, batch_size: int, seed: int, iteration: in
     sample comes once an epoch, every batch is full, and the iteration alone says where a run resumes.
     """
     indices = []
+    # A batch may reach from one epoch into the next.
     for position in range(iteration * batch_size, (iteration + 1) * batch_size):
         epoch, place = divmod(position, num_samples)
         order = epoch_order(num_samples, seed, epoch)
@@ -38,6 +39,7 @@ def own_positions(
     Each micro-batch is shared out by itself. So the i-th micro-batches of all ranks are together the i-th of one
     device, and whatever normalizes over a micro-batch sees the same samples.
     """
+    # Axes: micro-batches, ranks, samples.
     places = np.arange(count).reshape(micro_batches, ranks, -1)
     return places[:, rank].reshape(-1)
 
@@ -66,6 +68,7 @@ class Order(NamedTuple):
             first = iteration * whole + self.batch_size * self.rank
             return np.arange(first, first + self.batch_size) % self.num_samples
         batch = training_indices(self.num_samples, whole, self.seed, iteration)
+        # A rank takes its share of every micro-batch.
         positions = own_positions(whole, self.rank, self.ranks, self.micro_batches)
         return batch[positions]
 

@@ -63,6 +63,7 @@ def key(
 
 def keys_that_affect(*what: Affects) -> list[str]:
     """The names of the keys that affect one of these, in schema order."""
+    # Every key says itself what it affects.
     fields: dict[str, Any] = Config.model_fields
     return [name for name, field in fields.items() if field.json_schema_extra["affects"] in what]
 
@@ -235,6 +236,7 @@ class Config(BaseModel):
     @property
     def rollout_stages(self) -> tuple[tuple[int, int], ...]:
         """(first iteration, steps of the forecasts), in order, for every stage that num_iters reaches."""
+        # A stage that begins after the last iteration is no stage of this run.
         later = [(first, steps) for first, steps in self.rollout_schedule if first < self.num_iters]
         return (0, self.rollout_steps), *later
 
@@ -245,6 +247,7 @@ class Config(BaseModel):
 
     def options(self, kind: Callable[..., Options]) -> Options:
         """A dataclass whose fields are named as keys of this config, filled from them: DataParallelOptions, ..."""
+        # Keys of the schema and fields of the dataclass have the same names.
         fields: Any = dataclasses.fields(kind)  # type: ignore[arg-type]  # a dataclass, which has no type of its own
         return kind(**{field.name: getattr(self, field.name) for field in fields})
 

@@ -36,6 +36,7 @@ def image_cuts(img_size: Sequence[int], patch_size: PerAxis) -> list[Cut]:
     for name, axis in AXES.items():
         ranks = comm.get_size(name)
         if ranks > 1:
+            # Cuts lie between patches, so that no patch is on two ranks.
             patch = per_axis(patch_size, len(img_size))[axis]
             patches = img_size[axis] // patch
             if ranks > patches:
@@ -49,6 +50,7 @@ def image_cuts(img_size: Sequence[int], patch_size: PerAxis) -> list[Cut]:
 
 def own_window(img_size: Sequence[int], patch_size: PerAxis) -> tuple[slice, ...]:
     """This rank's part of an image, one slice for each axis."""
+    # An axis that no mesh dimension cuts is whole.
     window = [slice(0, n) for n in img_size]
     for cut in image_cuts(img_size, patch_size):
         window[cut.axis] = cut.own

@@ -59,6 +59,7 @@ def channel_key(name: str) -> tuple[str, int | None]:
         is_level_of_wind = re.fullmatch(r"[uv]100", lowered)  # u100 is the wind at 100 hPa, not at 100 m
         if not is_level_of_wind:
             return BY_NAME[lowered], None
+    # A quantity, and a level in digits behind it: z500, temperature_850, t_850hPa.
     match = re.fullmatch(r"([a-z_]+?)_?(\d+)(?:hpa)?", lowered)
     if match and BY_NAME.get(match[1]) in ON_LEVELS:
         level = int(match[2])
@@ -100,6 +101,7 @@ def spell_units(units: str) -> str:
 
 def find_conversion(quantity: str, units: str) -> tuple[float, float] | None:
     """(factor, offset) from units to those of a quantity of QUANTITIES; None where they are not known."""
+    # The table lists, for each unit of ERA5, what others write in its place.
     of_era5 = QUANTITIES[quantity].units
     for spelling, (factor, offset) in ERA5["units"][of_era5].items():
         if spell_units(spelling) == spell_units(units):
@@ -113,6 +115,7 @@ def are_same_units(quantity: str, units: str, others: str) -> bool:
         return True
     if quantity not in QUANTITIES:
         return False
+    # Two spellings of one unit have the same factor and offset.
     conversion = find_conversion(quantity, units)
     return conversion is not None and conversion == find_conversion(quantity, others)
 
@@ -127,6 +130,7 @@ def value_range(quantity: str, level: float | None) -> tuple[float, float]:
     by_level = ERA5["level_ranges"].get(quantity)
     if by_level is None or not level:
         return QUANTITIES[quantity].lowest, QUANTITIES[quantity].highest
+    # np.interp needs increasing levels.
     levels = sorted(by_level)
     depths = np.log(levels)
     # Between the levels of the table the bounds are linear in the logarithm of pressure.

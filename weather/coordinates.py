@@ -70,6 +70,7 @@ def read_grid(file: StoredArrays) -> tuple[Grid, list[str]]:
 
     Raises UsageError for coordinates that are not degrees, one of each row and of each column.
     """
+    # Rows come first, as in the image.
     notes, values = [], []
     for axis in (LATITUDE, LONGITUDE):
         name = _find(file, axis)
@@ -141,6 +142,7 @@ def _read(file: StoredArrays, name: str, axis: Axis) -> np.ndarray:
         raise UsageError(f"{where} is of a rotated or projected grid, no {axis.name}: {REGRID}")
     if not (np.abs(stored) <= axis.largest).all():  # nor NaN
         raise UsageError(f"{where} is not in degrees, -{axis.largest} to {axis.largest}")
+    # A mesh has a latitude for each point; a regular one repeats the same values.
     values = _one_of_each(stored, axis, where) if is_mesh else stored
     _check_degrees(values, units, axis, where)
     if axis is LATITUDE:
@@ -152,6 +154,7 @@ def _read(file: StoredArrays, name: str, axis: Axis) -> np.ndarray:
 
 def _one_of_each(mesh: np.ndarray, axis: Axis, where: str) -> np.ndarray:
     """The coordinate of each row, or column, of a mesh (H, W). Raises UsageError where it changes along it."""
+    # Rows of the transposed mesh are its columns.
     by_row = mesh if axis is LATITUDE else mesh.T
     values = by_row[:, 0]
     if np.abs(by_row - values[:, None]).max() > SAME_DEGREES:

@@ -52,9 +52,11 @@ class FieldDataset:
         self.steps = steps
         self.inputs = inputs
         self.span = (inputs - 1 + steps) * dt  # frames from the first of a sample to its last
+        # Without a part to read the whole image is read.
         self.rows = rows or slice(0, img_size[0])
         self.columns = columns or slice(0, img_size[1])
         self.paths: Sequence[Path | StorePath] = year_paths(self.folder)
+        # A store says itself what it lacks; a folder without data gets a hint.
         if not self.paths and isinstance(self.folder, Path):
             problem = "holds no .h5, .nc or .zarr" if self.folder.is_dir() else "no such data folder"
             remedy = f"python -m weather.sample_data {self.folder.parent} --img_size {img_size[0]} {img_size[1]}"
@@ -67,6 +69,7 @@ class FieldDataset:
                 self._check_shape(file, img_size)
             self.described = [file.describe(channels, img_size) for file in self.files]
             self.description = self.described[0]  # of all files
+            # All files must be alike before anything else is taken from the first.
             self.check_like(self)
             self.axes = [read_time_axis(file) for file in self.files]
             self._share_steps()
@@ -78,6 +81,7 @@ class FieldDataset:
             self.starts.append(self._sample_starts(file, axis))
         counts = [len(starts) for starts in self.starts]
         self.first_sample = np.concatenate([[0], np.cumsum(counts)])  # (files + 1,), among all samples
+        # The limit leaves out the last samples.
         total = int(self.first_sample[-1])
         self.num_samples = min(total, limit or total)
 
@@ -143,6 +147,7 @@ class FieldDataset:
 
     def _locate(self, index: int) -> tuple[int, int]:
         """(number of the file, frame in it) of the first frame of a sample."""
+        # first_sample is sorted, so the file of a sample is found by bisection.
         number = int(np.searchsorted(self.first_sample, index, side="right")) - 1
         return number, int(self.starts[number][index - self.first_sample[number]])
 
@@ -150,6 +155,7 @@ class FieldDataset:
         """Of each file, the number of frames from its first to the last that a sample takes; 0 for a file beyond."""
         counts = []
         for starts, first in zip(self.starts, self.first_sample[:-1], strict=True):
+            # The limit may end within this file, or before it.
             samples = min(len(starts), self.num_samples - int(first))
             if samples > 0:
                 last_start = int(starts[samples - 1])
@@ -200,6 +206,7 @@ class FieldDataset:
     def notes(self) -> list[str]:
         """What was assumed of these data, and what of them is left out, a line each."""
         notes = self.files[0].assumptions(self.channels)  # the others are like it
+        # Names that were made up for lack of any are no unknown names.
         unknown = self.description.unknown_names()
         names_channels = not any(note.startswith(NO_NAMES) for note in notes)
         if unknown and names_channels:
@@ -239,6 +246,7 @@ class FieldDataset:
         known = [(file, axis) for file, axis in pairs if axis is not None]
         if not known:
             return
+        # Two frames have one distance, which may be a gap.
         telling = [(file, axis) for file, axis in known if file.shape[0] >= FEW_FRAMES]
         first_file, first_axis = (telling or known)[0]
         for file, axis in telling:
@@ -247,6 +255,7 @@ class FieldDataset:
                     f"{file.path}: its frames are {show_step(axis.step)} apart, those of {first_file.path} "
                     f"{show_step(first_axis.step)}: put data of one time step into a folder"
                 )
+        # Short files take the step that the others tell.
         for number, short in enumerate(self.axes):
             if short is not None and len(short.dates) < FEW_FRAMES:
                 self.axes[number] = replace(short, stated_step=first_axis.step)
@@ -255,6 +264,7 @@ class FieldDataset:
         """The first frames of the samples of a file. Raises UsageError where gaps in time leave none."""
         if axis is None:
             return np.arange(file.shape[0] - self.span)
+        # A sample never crosses a gap in time.
         starts = axis.sample_starts(self.span)
         may_have_none = len(axis.dates) < FEW_FRAMES
         if not len(starts) and not may_have_none:

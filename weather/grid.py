@@ -49,5 +49,6 @@ def frame_times(year: int, first: int, count: int) -> np.ndarray:
 
 def years_of(dates: np.ndarray) -> np.ndarray:
     """The calendar years of dates: (T,) datetime64 -> (T,) int."""
+    # numpy counts years from 1970.
     since_1970 = dates.astype("datetime64[Y]").astype(int)
     return since_1970 + 1970

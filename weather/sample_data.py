@@ -40,10 +40,12 @@ def make_sample_data(
     Returns the number of year files written. Raises UsageError for bad settings, a year in two splits, other data in
     `out` or too little disk space, before anything is written; and if `out` cannot be written.
     """
+    # All that the values depend on stands in the files, so that other data are told from these.
     grid = Grid(latitudes(img_size[0]), longitudes(img_size[1]))
     settings = {"version": VERSION, "img_size": list(img_size), "days": days, "seed": seed}
     attributes = {"source": SOURCE, "seed": seed}
     splits = train_years, valid_years, test_years
+    # Settings are checked, and disk space too, before the atmosphere is computed.
     writer = YearFileWriter(out, splits, days, grid, settings, TITLE, attributes)
     with reported_as_usage_error(ValueError, "sample data"):
         atmosphere = Atmosphere(img_size, seed)

@@ -71,6 +71,7 @@ class TimeAxis:
         gaps = np.flatnonzero(~self.is_regular)
         if not len(gaps):
             return ""
+        # One gap stands for all, the longest.
         longest = gaps[np.argmax(self.steps[gaps])]
         hours = self.steps[longest] / 3600
         many = f"{len(gaps)} gaps, the longest" if len(gaps) > 1 else "a gap"
@@ -79,6 +80,7 @@ class TimeAxis:
 
 def most_frequent(steps: np.ndarray) -> int:
     """The step that most others are like, within TOLERANCE; of several the smallest. steps: (T - 1,) seconds."""
+    # Steps within the margin of a candidate count for it.
     ordered = np.sort(steps)
     candidates, counts = np.unique(ordered, return_counts=True)
     margin = np.abs(TOLERANCE * candidates)
@@ -115,6 +117,7 @@ def known_axis(axis: TimeAxis | None, path: object) -> TimeAxis:
 
 def _assumed_axis(file: StoredArrays) -> TimeAxis | None:
     """6-hourly frames from 1 January on, of the year that the file is named by. Raises UsageError for too many."""
+    # Only a name of four digits, such as 1979.h5, is a year.
     stem = file.path.stem
     if not (stem.isdecimal() and len(stem) == 4):
         return None
@@ -153,6 +156,7 @@ def _check_increasing(axis: TimeAxis, where: str) -> None:
     if not len(bad):
         return
     frame = int(bad[0])
+    # Equal dates and dates that go back have different remedies.
     date, following = show(axis.dates[frame]), show(axis.dates[frame + 1])
     if date == following:
         raise UsageError(f"{where} holds {date} twice, at frames {frame} and {frame + 1}: keep one of them")

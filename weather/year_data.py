@@ -42,6 +42,7 @@ class Description(NamedTuple):
             if mine != theirs:
                 return f"channel {number} is '{mine}' and not '{theirs}'"
         for number, (mine, theirs) in enumerate(zip(self.units, other.units, strict=True)):
+            # Units may be spelt differently and mean the same.
             quantity, _ = channel_key(self.names[number])
             if not are_same_units(quantity, mine, theirs):
                 return f"the unit of channel {number} is '{mine}' and not '{theirs}'"
@@ -138,6 +139,7 @@ class YearFile(ABC):
 
         Names of others become ours (u10m is u10), and a channel without units has those of its name.
         """
+        # What was assumed is told by `assumptions`, once.
         known, _ = read_channels(self, channels)
         grid, _ = read_grid(self)
         height, width = img_size

@@ -49,6 +49,7 @@ def year_file_parser(
 ) -> ArgumentParser:
     """A parser with the options that every command that makes year files has; the texts are their defaults."""
     parser = ArgumentParser(prog=f"python -m {module}", description=doc.partition("\n")[0])
+    # Defaults are texts, which argparse reads like words of the command line.
     option = parser.add_argument
     default = "(default: %(default)s)"
     option("--train_years", type=parse_years, default=train, help=f"such as 1979-1982,1985 {default}")
@@ -123,6 +124,7 @@ class YearFileWriter:
         constant: fields that do not change with time, for every file: {name: (units, (H, W) values)}.
         Raises OSError if `out` cannot be written.
         """
+        # Files that are whole stay: a second call only completes the set.
         described = self._write(read_frames, constant or {})
         files = [*self.frames, *self.stats]
         size = sum(path.stat().st_size for path in files)
@@ -133,6 +135,7 @@ class YearFileWriter:
 
     def _write(self, read_frames: FrameReader, constant: Constant) -> bool:
         """Write the missing year files and statistics; returns whether the statistics were there already."""
+        # New training years change the statistics.
         if any(path.parent.name == "train" for path in self.missing):
             for path in self.stats:
                 path.unlink(missing_ok=True)  # they describe other training years than there are from here on
@@ -140,8 +143,10 @@ class YearFileWriter:
         with tqdm(total=total, unit="frame", disable=None) as progress:
             for path in self.missing:
                 year = int(path.stem)
+                # A file gets its name when all of it is on disk.
                 with whole_file(path) as part, open_hdf5(part, "w") as file:
                     fields = self._describe(file, year, self.frames[path], constant)
+                    # Not all frames of a year fit in memory at once.
                     for first, count in chunks(fields):
                         fields[first : first + count] = read_frames(year, first, count)
                         progress.update(count)
@@ -180,6 +185,7 @@ class YearFileWriter:
             fields.dims[axis].attach_scale(file[name])
         file["channel_units"] = [channel.units for channel in CHANNELS]
         file["channel_units"].dims[0].attach_scale(file["channel"])
+        # Fields that do not change have no axis of time.
         for name, (units, values) in constant.items():
             file[name] = values.astype(np.float32)
             file[name].attrs["units"] = units
@@ -198,6 +204,7 @@ def write_statistics(
 
     checks_values: whether frames are held against the ranges of their channels.
     """
+    # One pass over the years gives all statistics.
     values = training_statistics(years, checks_values)
     written = []
     for name, value in zip(STATS, values, strict=True):
@@ -245,6 +252,7 @@ def _split_years(years_of_splits: Sequence[Iterable[int]]) -> dict[int, str]:
             if year in years:
                 raise UsageError(f"year {year} is in {years[year]} and in {split}: the test would leak")
             years[year] = split
+    # Statistics are of the training years, so there must be some.
     if "train" not in years.values():
         raise UsageError("no training year")
     return years
@@ -259,6 +267,7 @@ def _read_origin(path):
         if not is_hdf5(path):
             return None, None
         with open_hdf5(path) as file:
+            # Files of others have no such attributes.
             title, settings = file.attrs.get("title"), file.attrs.get("settings")
     except OSError as error:
         cause = first_line(error)
