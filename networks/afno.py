@@ -108,4 +108,12 @@ class AFNO(Transformer):
         head = ImageHead(grid, patch_size, out_channels, embed_dim)
         filters = [FourierFilter(embed_dim, num_blocks, sparsity) for _ in range(depth)]
         blocks = [Block(each, embed_dim, mlp_ratio, dropout, grid) for each in filters]
-        super().__init__(patch_embed, blocks, head, grid, patch_size, embed_dim, dropout)
+        super().__init__(
+            patch_embed=patch_embed,
+            blocks=blocks,
+            head=head,
+            grid=grid,
+            patch_size=patch_size,
+            embed_dim=embed_dim,
+            dropout=dropout,
+        )

@@ -67,4 +67,12 @@ class Classifier(Transformer):
         for _ in range(depth):
             attention = Attention(embed_dim, num_heads, dropout)
             blocks.append(Block(attention, embed_dim, mlp_ratio, dropout))
-        super().__init__(patch_embed, blocks, head, grid, patch_size, embed_dim, dropout)
+        super().__init__(
+            patch_embed=patch_embed,
+            blocks=blocks,
+            head=head,
+            grid=grid,
+            patch_size=patch_size,
+            embed_dim=embed_dim,
+            dropout=dropout,
+        )

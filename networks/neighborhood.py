@@ -35,7 +35,14 @@ def neighborhood_attention(
     """
     if has_torch_function((q, k, v)):  # a tensor subclass may have its own implementation
         return handle_torch_function(
-            neighborhood_attention, (q, k, v), q, k, v, kernel_size, dilation=dilation, scale=scale
+            neighborhood_attention,
+            (q, k, v),
+            q,
+            k,
+            v,
+            kernel_size,
+            dilation=dilation,
+            scale=scale,
         )
     spatial = q.shape[2:-1]
     kernel_size = per_axis(kernel_size, len(spatial))
@@ -60,7 +67,7 @@ def window_starts(length: int, kernel_size: int, dilation: int = 1) -> list[int]
     for point in range(length):
         # Points with the same phase form an axis of their own, on which the keys of a window are neighbours.
         step, phase = divmod(point, dilation)
-        points = -(-(length - phase) // dilation)
+        points = -(-(length - phase) // dilation)  # of this axis, rounded up
         centred = step - kernel_size // 2
         moved_inwards = min(max(centred, 0), points - kernel_size)
         starts.append(phase + dilation * moved_inwards)
@@ -122,7 +129,8 @@ def attend_windows(
 def _tiles(device, *axis):
     """The result of _cut_axis, on a device."""
     with torch.inference_mode(False):  # whoever kept them could not train with them otherwise
-        return tuple(part.to(device, non_blocking=True) for part in _cut_axis(*axis))
+        parts = _cut_axis(*axis)
+        return tuple(part.to(device, non_blocking=True) for part in parts)
 
 
 _kept_tiles = cache(_tiles)  # for the life of the process: a CUDA graph reads them
@@ -135,17 +143,17 @@ def _cut_axis(starts, kernel_size, dilation, tile, num_queries, num_keys):
     (tiles, L); and whether each query sees each key, (tiles, T, L).
     """
     reach = (kernel_size - 1) * dilation  # from the first key of a window to its last
-    if len(starts) != num_queries or min(starts) < 0 or max(starts) + reach >= num_keys:
-        raise ValueError(
-            f"{len(starts)} windows from {min(starts)} to {max(starts) + reach} "
-            f"for {num_queries} queries, {num_keys} keys"
-        )
+    first = min(starts)
+    last = max(starts) + reach
+    if len(starts) != num_queries or first < 0 or last >= num_keys:
+        raise ValueError(f"{len(starts)} windows from {first} to {last} for {num_queries} queries, {num_keys} keys")
     # Tiles are as even as possible, so that few queries are computed twice.
     num_tiles = -(-num_queries // max(tile, kernel_size))
     size = -(-num_queries // num_tiles)
     queries = []
-    for first in range(0, num_queries, size):
-        queries.append([min(first + n, num_queries - 1) for n in range(size)])
+    for start in range(0, num_queries, size):
+        row = range(start, start + size)
+        queries.append([min(query, num_queries - 1) for query in row])
 
     # The keys of a tile reach from its first window to the end of its last one. All tiles take as many as the longest.
     begins = []
@@ -262,4 +270,12 @@ class NeighborhoodTransformer(Transformer):
         head = ImageHead(grid, patch_size, out_channels, embed_dim)
         attention = [NeighborhoodAttention(embed_dim, num_heads, kernel_size, dilation) for _ in range(depth)]
         blocks = [Block(each, embed_dim, mlp_ratio, dropout, grid) for each in attention]
-        super().__init__(patch_embed, blocks, head, grid, patch_size, embed_dim, dropout)
+        super().__init__(
+            patch_embed=patch_embed,
+            blocks=blocks,
+            head=head,
+            grid=grid,
+            patch_size=patch_size,
+            embed_dim=embed_dim,
+            dropout=dropout,
+        )

@@ -61,13 +61,17 @@ class UNet(nn.Module):
         widths = [width * 2**level for level in range(levels + 1)]  # channels of each level, the finest first
         self.first = DoubleConv(in_channels, width)
         self.pool = nn.MaxPool2d(2)
-        self.down = nn.ModuleList(DoubleConv(fine, coarse) for fine, coarse in pairwise(widths))
+        self.down = nn.ModuleList()
+        for fine, coarse in pairwise(widths):
+            self.down.append(DoubleConv(fine, coarse))
         # Modules draw their weights as they are made, so the order here is that of the random numbers.
         upwards = widths[:0:-1]  # from the coarsest level to the second
         self.up = nn.ModuleList()
         for channels in upwards:
             self.up.append(nn.ConvTranspose2d(channels, channels // 2, kernel_size=2, stride=2))
-        self.join = nn.ModuleList(DoubleConv(n, n // 2) for n in upwards)
+        self.join = nn.ModuleList()
+        for channels in upwards:
+            self.join.append(DoubleConv(channels, channels // 2))
         self.head = nn.Conv2d(width, out_channels, kernel_size=1)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -133,11 +133,13 @@ class Atmosphere:
         """Angular speed nu (k, 1, n), and each wave's one-step factor and standard deviation (k, m, n)."""
         n = np.arange(self.truncation + 1)
         m = np.arange(self.truncation + 1)[:, None]
-        gamma = np.array([0, (RADIUS / DEFORMATION) ** 2])[:, None, None]  # (k, 1, 1)
+        baroclinic = (RADIUS / DEFORMATION) ** 2
+        gamma = np.array([0, baroclinic])[:, None, None]  # (k, 1, 1)
         stiffness = np.maximum(n * (n + 1) + gamma, 1)  # (k, 1, n); 1 keeps the mean, n = 0, finite
         self.nu = STEERING - 2 * (OMEGA + STEERING) / stiffness
         self.damping = np.exp(-STEP / MEMORY)
-        self.factor = self.damping * np.exp(-1j * m * self.nu * STEP)
+        rotation = -1j * m * self.nu * STEP  # (k, m, n)
+        self.factor = self.damping * np.exp(rotation)
 
         # Kinetic energy decreases with n beyond PEAK. In m it is largest at 2/3 n, the waves of middle latitudes.
         relative = n / PEAK
@@ -167,12 +169,12 @@ class Atmosphere:
         over_sine = np.where(at_pole, slope * np.cos(theta), p / safe_sine)
 
         # Linear balance, laplacian(phi) = div(f grad psi), couples harmonic n only to n + 1 and n - 1.
-        squares = np.maximum(n**2 - m**2, 0)
-        eps = np.sqrt(squares / (4 * n**2 - 1))  # (m, n)
+        ratio = np.maximum(n**2 - m**2, 0) / (4 * n**2 - 1)
+        eps = np.sqrt(ratio)  # (m, n)
         known = n[:-1]
         up = known / (known + 1) * eps[:, 1:]  # weight of n + 1
-        down = np.where(n > 1, (n + 1) / np.maximum(n, 1) * eps, 0)
-        down = down[:, :-1]  # weight of n - 1
+        below_weight = (n + 1) / np.maximum(n, 1) * eps
+        down = np.where(n > 1, below_weight, 0)[:, :-1]  # weight of n - 1
         above = p[:, 1:]
         below = np.roll(p, 1, axis=1)[:, :-1]  # row n holds n - 1; the wrapped row, n = 0, has weight 0
         phi = 2 * OMEGA * (up[..., None] * above + down[..., None] * below)
@@ -186,7 +188,8 @@ class Atmosphere:
         self.tables = {"psi": p, "u": u, "v": v, "phi": phi}
 
         # The seasonal zonal flow is the harmonic (2, 0), scaled to SEASONAL_WIND at 45 degrees.
-        scale = -SEASONAL_WIND * RADIUS / np.sqrt(45 / (16 * np.pi))
+        harmonic_slope = np.sqrt(45 / (16 * np.pi))  # of (2, 0) at 45 degrees
+        scale = -SEASONAL_WIND * RADIUS / harmonic_slope
         self.seasonal_u = scale * u[0, 2][:, None]
         self.seasonal_phi = scale * phi[0, 2][:, None]
 
@@ -248,15 +251,19 @@ class Atmosphere:
         omega = SURFACE_WIND / RADIUS + shear * profile  # angular speed in rad s-1
         omega_slope = shear * profile_slope
         solid = -(RADIUS**2) * (np.sin(self.lat) ** 2 - 1 / 3)  # (H, 1)
+        rotation = OMEGA * omega + omega**2 / 2
+        rotation_slope = (OMEGA + omega) * omega_slope
         zonal_u = RADIUS * omega * np.cos(self.lat) + season * profile * self.seasonal_u
-        zonal_phi = (OMEGA * omega + omega**2 / 2) * solid + season * profile * self.seasonal_phi
-        zonal_t = (OMEGA + omega) * omega_slope * solid + season * profile_slope * self.seasonal_phi
+        zonal_phi = rotation * solid + season * profile * self.seasonal_phi
+        zonal_t = rotation_slope * solid + season * profile_slope * self.seasonal_phi
 
         # The waves of both vertical modes come on top.
-        u = zonal_u + modes[0] * wave_u[0] + modes[1] * wave_u[1]
-        v = modes[0] * wave_v[0] + modes[1] * wave_v[1]
-        phi = mean_phi + zonal_phi + modes[0] * wave_phi[0] + modes[1] * wave_phi[1]
-        phi_slope = zonal_t + slopes[0] * wave_phi[0] + slopes[1] * wave_phi[1]
+        mode0, mode1 = modes
+        slope0, slope1 = slopes
+        u = zonal_u + mode0 * wave_u[0] + mode1 * wave_u[1]
+        v = mode0 * wave_v[0] + mode1 * wave_v[1]
+        phi = mean_phi + zonal_phi + mode0 * wave_phi[0] + mode1 * wave_phi[1]
+        phi_slope = zonal_t + slope0 * wave_phi[0] + slope1 * wave_phi[1]
         t = mean_t + phi_slope / GAS
         return u, v, phi, t
 
@@ -277,9 +284,11 @@ class Atmosphere:
         _, _, z50, _ = levels[50]
 
         # Friction slows the wind and turns it towards low pressure: left in the north, right in the south.
-        turn = 0.4 * np.tanh(self.lat / np.deg2rad(15))
-        u10 = 0.75 * (np.cos(turn) * u1000 - np.sin(turn) * v1000)
-        v10 = 0.75 * (np.sin(turn) * u1000 + np.cos(turn) * v1000)
+        angle = 0.4 * np.tanh(self.lat / np.deg2rad(15))
+        cosine = np.cos(angle)
+        sine = np.sin(angle)
+        u10 = 0.75 * (cosine * u1000 - sine * v1000)
+        v10 = 0.75 * (sine * u1000 + cosine * v1000)
 
         # The air over land is colder with height, and warmest at 14 h local time.
         local_time = 2 * np.pi * (hours - 14) / 24 + self.lon
@@ -292,7 +301,8 @@ class Atmosphere:
         sp = mslp * np.exp(-GRAVITY * self.orography / (GAS * mean_t))
 
         # Moist where the wind blows poleward and in troughs, dry in the subtropics.
-        dry = 1.2 * np.sin(3 * self.lat) ** 2 * np.cos(self.lat) ** 2
+        subtropics = np.sin(3 * self.lat) ** 2
+        dry = 1.2 * subtropics * np.cos(self.lat) ** 2
         trough = sum(waves[2]) / 1200
         poleward = np.sin(2 * self.lat)
         moist_850 = 1.2 - dry + 0.10 * v850 * poleward - trough

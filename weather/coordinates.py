@@ -88,7 +88,8 @@ def read_grid(file: StoredArrays) -> tuple[Grid, list[str]]:
 
 def _find(file: StoredArrays, axis: Axis) -> str | None:
     """The name of the array of an axis: by name, else by attributes; one of the right shape comes first."""
-    named = find_names(file, axis.names) or _described(file, axis) or find_names(file, axis.mesh_names)
+    by_name = find_names(file, axis.names)
+    named = by_name or _described(file, axis) or find_names(file, axis.mesh_names)
     points = file.shape[2 + axis.number]
     for name in named:
         if shape_of(file.arrays[name]) == (points,):
@@ -157,7 +158,8 @@ def _one_of_each(mesh: np.ndarray, axis: Axis, where: str) -> np.ndarray:
     # Rows of the transposed mesh are its columns.
     by_row = mesh if axis is LATITUDE else mesh.T
     values = by_row[:, 0]
-    if np.abs(by_row - values[:, None]).max() > SAME_DEGREES:
+    differences = np.abs(by_row - values[:, None])
+    if differences.max() > SAME_DEGREES:
         raise UsageError(f"{where} {mesh.shape} is not the same along a {axis.place}: {REGRID}")
     return values
 

@@ -29,7 +29,8 @@ def make_record(dataset: FieldDataset) -> Record:
 
 def check_same_kind(record: Record, dataset: FieldDataset, where: Path | str) -> None:
     """Raise UsageError where a data set has another time step or other channels. where: what the record is of."""
-    step, trained_step = dataset.step_seconds, record.get("step_seconds")
+    step = dataset.step_seconds
+    trained_step = record.get("step_seconds")
     # Data without dates have no step to compare.
     if step and trained_step and step != trained_step:
         raise UsageError(
@@ -37,8 +38,9 @@ def check_same_kind(record: Record, dataset: FieldDataset, where: Path | str) ->
             f"{show_step(trained_step)} apart, and a step of the model is {dataset.dt} of them"
         )
     # Records of earlier versions have no channels.
-    trained_names = record.get("channels") or dataset.description.names
-    for number, (name, trained) in enumerate(zip(dataset.description.names, trained_names, strict=False)):
+    names = dataset.description.names
+    trained_names = record.get("channels") or names
+    for number, (name, trained) in enumerate(zip(names, trained_names, strict=False)):
         if name != trained:
             raise UsageError(
                 f"{dataset.folder}: channel {number} is '{name}'; {where} was trained with '{trained}' in its place"
@@ -53,7 +55,8 @@ def check_unseen(record: Record, dataset: FieldDataset, where: Path | str) -> No
             continue
         # Dates are compared, since files may be cut in other ways than before.
         for first, last in stretches:
-            seen = axis.dates[(axis.dates >= first) & (axis.dates <= last)]
+            is_seen = (axis.dates >= first) & (axis.dates <= last)
+            seen = axis.dates[is_seen]
             if len(seen):
                 raise UsageError(
                     f"{path}: {show(seen[0])} is a date that {where} was trained on: its scores would tell nothing; "

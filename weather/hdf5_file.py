@@ -103,8 +103,11 @@ def check_written(
         if status == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED:
             raise UsageError(f"{where}: all of it was never written: the file was not finished")
         return
-    counts = [-(-length // chunk) for length, chunk in zip(fields.shape, fields.chunks, strict=True)]
-    total, written = math.prod(counts), fields.id.get_num_chunks()
+    counts = []  # chunks along each axis, rounded up
+    for length, chunk in zip(fields.shape, fields.chunks, strict=True):
+        counts.append(-(-length // chunk))
+    total = math.prod(counts)
+    written = fields.id.get_num_chunks()
     if written < total:
         raise UsageError(f"{where}: {total - written} of {total} chunks were never written: the file was not finished")
 
@@ -134,10 +137,10 @@ def _check_virtual(
             if not is_endless:
                 _check_size(part, source, f"{where} is virtual, and its source {path}")
             check_written(part, f"{where}, made of {path}", (*above, file_name))
-    if mapped < math.prod(fields.shape):
+    points = math.prod(fields.shape)
+    if mapped < points:
         raise UsageError(
-            f"{where} is virtual, and {1 - mapped / math.prod(fields.shape):.0%} of it has no source: "
-            "HDF5 reads zeros there"
+            f"{where} is virtual, and {1 - mapped / points:.0%} of it has no source: HDF5 reads zeros there"
         )
 
 
@@ -146,11 +149,13 @@ def _find_source(fields: h5py.Dataset, name: str, where: str) -> Path:
     file = Path(fields.file.filename)
     # HDF5 looks in these folders, in this order.
     folders = [file.parent, file.resolve().parent, Path()]
-    candidates = [folder / name for folder in folders] + [folder / Path(name).name for folder in folders[:2]]
-    path = next((candidate for candidate in candidates if candidate.is_file()), None)
-    if path is None:
-        raise UsageError(f"{where} is virtual, and its source {name} is not there: HDF5 reads zeros in its place")
-    return path
+    bare_name = Path(name).name
+    candidates = [folder / name for folder in folders]
+    candidates += [folder / bare_name for folder in folders[:2]]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise UsageError(f"{where} is virtual, and its source {name} is not there: HDF5 reads zeros in its place")
 
 
 def _check_size(part: h5py.Dataset, source: Any, where: str) -> None:

@@ -58,5 +58,7 @@ def _as_number(stated: Any) -> float:
     except ValueError:
         # A number of 8 bytes in base64, or something else.
         decoded = base64.b64decode(stated, validate=True)
-        (value,) = struct.unpack("<d", decoded) if len(decoded) == 8 else (np.nan,)
+        if len(decoded) != 8:
+            return np.nan
+        (value,) = struct.unpack("<d", decoded)
         return value

@@ -57,11 +57,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = year_file_parser("weather.sample_data", __doc__, "1979-1983", "1984", "1985", "60")
     option = parser.add_argument
     option("out", metavar="OUT", nargs="?", default="data/quick", help="folder (default: %(default)s)")
-    option(
-        "--img_size", type=int_in_range(1, 65_536), nargs=2, default=(32, 64), metavar=("H", "W"), help="grid points"
-    )
-    option("--seed", type=int_in_range(0, 2**31 - 1), default=0)
-    make_sample_data(**vars(parser.parse_args(argv)))
+    points = int_in_range(1, 65_536)
+    seed = int_in_range(0, 2**31 - 1)
+    option("--img_size", type=points, nargs=2, default=(32, 64), metavar=("H", "W"), help="grid points")
+    option("--seed", type=seed, default=0)
+    options = parser.parse_args(argv)
+    make_sample_data(**vars(options))
 
 
 if __name__ == "__main__":

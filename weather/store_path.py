@@ -116,7 +116,9 @@ def is_folder(text: str) -> bool:
 
 def is_store(folder: Path) -> bool:
     """Tell whether a folder is a Zarr store, by its name or by what is in it."""
-    return folder.suffix.lower() == ".zarr" or any((folder / name).is_file() for name in ZARR_METADATA)
+    if folder.suffix.lower() == ".zarr":
+        return True
+    return any((folder / name).is_file() for name in ZARR_METADATA)
 
 
 def parse_years(text: str) -> tuple[int, ...]:

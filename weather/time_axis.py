@@ -14,7 +14,8 @@ from weather.stored_arrays import StoredArrays
 from weather.time_decoding import TOLERANCE, decode_time, find_time
 
 # The years of weather: units that are not meant give others.
-FIRST_YEAR, LAST_YEAR = 1500, 3000
+FIRST_YEAR = 1500
+LAST_YEAR = 3000
 # Fewer frames do not tell their usual distance.
 FEW_FRAMES = 3
 
@@ -64,7 +65,10 @@ class TimeAxis:
         gaps = np.flatnonzero(~self.is_regular)
         firsts = [0, *(gaps + 1)]
         lasts = [*gaps, len(self.dates) - 1]
-        return [(self.dates[first], self.dates[last]) for first, last in zip(firsts, lasts, strict=True)]
+        stretches = []
+        for first, last in zip(firsts, lasts, strict=True):
+            stretches.append((self.dates[first], self.dates[last]))
+        return stretches
 
     def describe_gaps(self) -> str:
         """The number of gaps, and where the longest one is, in words; '' where there is none."""
@@ -157,7 +161,8 @@ def _check_increasing(axis: TimeAxis, where: str) -> None:
         return
     frame = int(bad[0])
     # Equal dates and dates that go back have different remedies.
-    date, following = show(axis.dates[frame]), show(axis.dates[frame + 1])
+    date = show(axis.dates[frame])
+    following = show(axis.dates[frame + 1])
     if date == following:
         raise UsageError(f"{where} holds {date} twice, at frames {frame} and {frame + 1}: keep one of them")
     raise UsageError(f"{where} goes back from {date} to {following} at frame {frame + 1}: sort the frames by time")
@@ -165,7 +170,8 @@ def _check_increasing(axis: TimeAxis, where: str) -> None:
 
 def show(time: np.datetime64) -> str:
     """A date as text, to the hour or, if necessary, to the minute."""
-    return np.datetime_as_string(time, "h" if time == time.astype("datetime64[h]") else "m")
+    is_whole_hour = time == time.astype("datetime64[h]")
+    return np.datetime_as_string(time, "h" if is_whole_hour else "m")
 
 
 def show_step(seconds: int) -> str:

@@ -118,7 +118,8 @@ def _parse_texts(texts: np.ndarray) -> np.ndarray:
     for text in texts:
         bare = text.strip(" \0").removesuffix("Z")  # Z is UTC
         match = DIGITS.fullmatch(bare)
-        dates.append(np.datetime64(_iso_of_digits(match) if match else bare, "us"))
+        iso = _iso_of_digits(match) if match else bare
+        dates.append(np.datetime64(iso, "us"))
     return np.array(dates)
 
 
@@ -208,7 +209,8 @@ def _round_dates(
             dates = rounded
             break
     moved = (dates - exact) / np.timedelta64(1, "s")
-    return dates, np.round(elapsed + moved - moved[0]).astype(np.int64)
+    elapsed_then = np.round(elapsed + moved - moved[0])
+    return dates, elapsed_then.astype(np.int64)
 
 
 def _nearest(
