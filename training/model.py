@@ -55,9 +55,11 @@ def build_model(config: Config, device: torch.device | str = "meta") -> nn.Modul
     model, for arguments that it does not take, and for sizes that it refuses. device: "cpu" for a model in memory, with
     its initial weights.
     """
+    # Shapes and names cost no memory on the meta device.
     model = build_on_meta(_builder(config))
     freeze(model, config)
     check_matrices(model, config)
+    # Weights that share a tensor must share it in memory too.
     if torch.device(device).type != "meta":
         with keep_ties(model):
             model.to_empty(device=device)
@@ -102,6 +104,7 @@ def check_matrices(model: nn.Module, config: Config) -> None:
 def initial_weights(config: Config) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of every parameter and buffer of the whole model, on the CPU: they depend on the seed alone."""
     build = _builder(config)
+    # Modules of our own networks draw their weights one by one; other models are built whole.
     if MODELS.get(config.model, config.model) in MODELS.values():
         yield from draw_by_module(build_on_meta(build), config.seed)
         return
@@ -125,6 +128,7 @@ def _builder(config):
         "mlp_ratio": config.mlp_ratio,
         "dropout": config.dropout,
     }
+    # A model takes of the settings what its signature names.
     named, takes_any = arguments_of(Model)
     for name in config.model_args:
         if name not in named and not takes_any:
@@ -270,6 +274,7 @@ def inspect_model(config: Config) -> ModelInfo:
     """
     image = (config.model_in_channels, *config.img_size)
     problems: dict[str, Exception] = {}
+    # The cheapest attempt comes first.
     for device, samples in ATTEMPTS:
         model = build_model(config, device)
         weights = dict(model.named_parameters())
@@ -283,6 +288,7 @@ def inspect_model(config: Config) -> ModelInfo:
         raise UsageError(
             f"{config.config}: model {config.model} fails on an input of {[1, *image]}: {_in_one_line(problem)}"
         ) from problem
+    # A weight that appears in the forward pass would never be trained.
     check_made(model, weights, config)
     check_output(output, f"{config.config}: model {config.model}")
     if not output.requires_grad:
@@ -321,6 +327,7 @@ def _in_one_line(error):
     """Describe an error in a user's model and its place; a ValueError or TypeError only by its words."""
     if isinstance(error, ValueError | TypeError | ImportError | AttributeError):
         return first_line(error)
+    # The place in the user's code says more than the words alone.
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {first_line(error)} ({last.filename}, line {last.lineno})"
 
@@ -336,6 +343,7 @@ def build_on_meta(build: Build) -> nn.Module:
         # Tensors that no state_dict names, and to(device) does not move.
         if not any(isinstance(part, Tensor) for _, _, part in _unregistered(model)):
             return model
+    # Its numbers do not matter: only shapes and names are kept.
     model = build_whole(build, 0)
     with keep_ties(model):
         return model.to("meta")

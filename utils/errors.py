@@ -102,6 +102,7 @@ def os_errors_as_usage_errors() -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or the exception's name where it has none."""
+    # The rest of a long message is a trace, or advice to programmers.
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__
 

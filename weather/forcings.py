@@ -54,6 +54,7 @@ class Forcings:
 
     def channels(self, steps: int) -> int:
         """Count the channels for so many steps of a forecast: F + k T."""
+        # Forcings that change come once for each step.
         fixed, timed = count_forcings(self.names)
         return fixed + steps * timed
 
@@ -82,6 +83,7 @@ class Forcings:
 
 def _normalised(file: YearFile, name: str, img_size: Sequence[int]) -> np.ndarray:
     field = file.constant_field(name)[: img_size[0], : img_size[1]]
+    # A field that is the same everywhere tells the model nothing.
     spread = field.std()
     if not np.isfinite(spread) or spread == 0:
         raise UsageError(f"{file.path}: forcing '{name}' is the same everywhere, or not finite")

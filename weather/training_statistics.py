@@ -62,6 +62,7 @@ class StatisticsSums:
 
     def stds(self) -> np.ndarray:
         """The standard deviation of each channel over time and points, (C,) float64; 0 or NaN where it is none."""
+        # Sums are of distances from an origin near the values, which loses no precision.
         distances = self.total / self.frames  # of the climatology from the origin, (C, H, W)
         mean_distance = distances.mean((1, 2))
         mean_square = self.squares / (self.frames * self.points)
@@ -69,6 +70,7 @@ class StatisticsSums:
 
     def change_stds(self) -> np.ndarray:
         """The root of the mean square of the change from one frame to the next, (C,) float64."""
+        # A single frame has no change.
         changes = max(1, self.pairs) * self.points
         return np.sqrt(self.changes / changes)
 

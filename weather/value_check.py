@@ -78,6 +78,7 @@ class ValueCheck:
         missing_values: Sequence[float] = (),
     ):
         self.strict = strict
+        # No units mean ERA5's.
         stated = units or [""] * len(keys)
         self.bounds = [find_bounds(key, theirs) for key, theirs in zip(keys, stated, strict=True)]
         # The same as arrays (C,), so that a frame without a problem costs two passes over its values.
@@ -91,6 +92,7 @@ class ValueCheck:
 
     def find(self, frames: np.ndarray) -> Problem | None:
         """The first problem of frames (T, C, H, W), None where there is none."""
+        # Rows and columns do not matter for the extremes.
         points = frames.reshape(*frames.shape[:2], -1)
         low = points.min(-1)  # (T, C), NaN where a point is
         high = points.max(-1)

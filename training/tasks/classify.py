@@ -44,6 +44,7 @@ class ClassifyTask(WaveTask):
     def draw(self, random: torch.Generator) -> Tensor:
         """Those of a class; one wave along a third axis."""
         label = int(torch.randint(self.classes, (), generator=random))
+        # The label gives both numbers of waves.
         first, second = divmod(label, self.most)
         axes = len(self.config.img_size)
         return torch.tensor([first, second, 1][:axes])
@@ -63,6 +64,7 @@ class ClassifyTask(WaveTask):
 
     def scores(self, parallel: ParallelModel, x: Tensor, y: Tensor, count: int) -> Tensor:
         """Of each sample its cross-entropy, and 1 where the class is right."""
+        # Samples beyond `count` only fill the batch.
         logits = parallel.model(x)[:count].float()  # (count, classes)
         y = y[:count]
         losses = F.cross_entropy(logits, y, reduction="none")

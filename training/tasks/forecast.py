@@ -58,15 +58,18 @@ class ForecastTask(Task):
 
         train = self._open(config.train_data_path, config.limit_nsamples)
         valid = self._open(config.valid_data_path, config.limit_nsamples_val)
+        # Both data sets must have the same channels, points and time step.
         valid.check_like(train)
         valid.check_step_like(train)
         self._described = train.description.names, train.description.grid.latitude
         self._train = train
         self.notes = [*train.notes(), *valid.notes()]
+        # Weights for channels that the data lack are refused now, not in the first step.
         if config.loss != "relative_l2":
             loss_weights(config, *self._described)
         self.check_batch(len(train))
 
+        # The data tell how large a change of the state is.
         self._rollout = rollout_of(config, device)
         forcings = Forcings(config.forcings, train, device) if config.forcings else None
         build = partial(
@@ -84,6 +87,7 @@ class ForecastTask(Task):
         )
         loader = build(train)
         valid_loader = build(valid)
+        # Only one of them reads at a time.
         valid_loader.share_memory_with(loader)
         return [loader, valid_loader]
 
@@ -129,6 +133,7 @@ class ForecastTask(Task):
 
     def predict(self, parallel: ParallelModel, x: Tensor, y: Tensor) -> Tensor:
         """A forecast of as many steps as y has."""
+        # The target has the steps of the forecast, one after the other.
         steps = y.shape[1] // self.config.n_out_channels
         if steps == 1 and self.config.predict == "state":
             return parallel.module(x)
@@ -163,6 +168,7 @@ class ForecastTask(Task):
         """The loss of each sample, (B,), of images (B, n_out, H, W); not whole: of this rank's part of them."""
         if self.config.loss == "relative_l2":
             return relative_l2(prediction, target, image_group)
+        # The weights are made once, and kept on the device.
         if whole not in self._weights:
             weights = loss_weights(self.config, *self._described)  # (n_out, H, 1)
             if not whole:
@@ -206,6 +212,7 @@ def check_test_years(config: Config, train: FieldDataset) -> list[str]:
     """
     try:
         channels = max(config.n_in_channels, config.n_out_channels)
+        # The test years need fewer options: nobody trains on them.
         test = FieldDataset(config.inf_data_path, channels, config.img_size, config.dt)
     except UsageError:
         return []  # training needs no test years: what is wrong with them is for the forecast to say
@@ -234,6 +241,7 @@ def look_at_frames(
         check_climatology(paths, statistics, names, img_size, is_global)
     looked = DataCheck(datasets, config.check_data, (comm.rank(), comm.world_size()))
     looked.run(comm.is_main())
+    # A run on a few samples has other statistics than all of the years.
     is_of_training = is_training and config.limit_nsamples is None
     looked.sums.check(statistics, names, paths, first.folder, is_of_training)
     return looked
@@ -252,6 +260,7 @@ def rollout_of(config: Config, device: torch.device) -> Rollout:
     """The Rollout of a config. Raises UsageError where the size of the change is asked for, and not known."""
     if config.predict == "state":
         return Rollout(config)
+    # The file lies beside the other statistics.
     path = Path(config.global_stds_path).with_name("change_stds.npy")
     if not path.exists():
         make = f"python -m weather.year_files TRAIN_FOLDER {path.parent}"
@@ -280,6 +289,7 @@ class ForecastValidator(Validator):
         # A loader knows of a data set what it reads; ours say more.
         dataset = cast(FieldDataset, loader.dataset)
         statistics = cast(Statistics, loader.statistics)
+        # The first channels are the ones that are forecast.
         names, units, self.grid = dataset.description
         self.names = names[:n]
         self.units = units[:n]
@@ -309,6 +319,7 @@ class ForecastValidator(Validator):
         network = partial(parallel.predict, out_channels=n_out)
         for x, y, count in self.loader.valid():
             beat()
+            # Persistence forecasts the state of now.
             state = parallel.whole_images(x[:, : self.loader.n_in])[:count]
             forecasts = self._whole_steps(parallel, network, x, y, count)
 

@@ -96,6 +96,7 @@ class Task(ABC):
 
         Where one rank fails, sees other files, or finds what is no data, every rank raises a UsageError.
         """
+        # A rank that fails alone would leave the others waiting.
         loaders = comm.raise_on_all_ranks(lambda: self.build_loaders(device))
         listing: dict[str, Any] = {}
         for loader in loaders:
@@ -131,6 +132,7 @@ class Task(ABC):
     def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a whole global batch, random numbers on the CPU."""
         samples = self.config.global_batch_size
+        # Every rank draws the whole batch, and takes its part.
         channels = self.config.model_in_channels
         x = torch.randn(samples, channels, *self.config.img_size, generator=generator)
         y = torch.randn(self.output_shape(samples), generator=generator)
@@ -142,6 +144,7 @@ class Task(ABC):
 
     def check_batch(self, samples: int) -> None:
         """Raise UsageError where the training data have fewer samples than one batch."""
+        # An epoch must hold at least one batch.
         batch = self.config.global_batch_size
         if batch > samples:
             raise UsageError(f"global_batch_size {batch} is larger than the training data: {samples} samples")
@@ -166,6 +169,7 @@ class Validator(ABC):
         beat: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
         """Scores of one pass of a ParallelModel, `val_loss` among them. beat: called for each batch."""
+        # Running statistics may differ by rank, and validation needs the same on all.
         parallel.share_buffers()
         parallel.model.eval()
         try:

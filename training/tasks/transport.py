@@ -25,6 +25,7 @@ class TransportTask(WaveTask):
         """The output has the waves of the input."""
         config = self.config
         if config.n_in_channels != config.n_out_channels:
+            # The wind moves waves, and makes none.
             counts = f"n_in_channels {config.n_in_channels} and n_out_channels {config.n_out_channels}"
             raise UsageError(f"{config.config}: task transport: {counts} are the same waves: give the same number")
 

@@ -115,6 +115,7 @@ class WaveLoader(BatchLoader):
         drawn_numbers = []
         drawn_phases = []
         for sample in samples:
+            # A sample follows from its number alone, whichever rank makes it.
             random = torch.Generator().manual_seed(self.seed * 1_000_003 + int(sample))
             drawn_numbers.append(self.task.draw(random))
             drawn_phases.append(torch.rand(self.task.config.n_in_channels, generator=random))
@@ -156,6 +157,7 @@ class MeanValidator(Validator):
     ) -> dict[str, Any]:
         """{name: mean}."""
         scores = []
+        # The last batch may hold samples that only fill it up.
         for batch in self.loader.valid():
             beat()
             scores.append(self.task.scores(parallel, *batch))
