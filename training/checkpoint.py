@@ -178,7 +178,9 @@ class CheckpointFolder:
         keep: int,
         config: dict[str, Any] | None = None,
     ):
-        self.path, self.keep, self.config = Path(path), keep, config
+        self.path = Path(path)
+        self.keep = keep
+        self.config = config
         self.stall_seconds: float | None = None
         self.write_seconds: float | None = None
         self._thread: threading.Thread | None = None
@@ -229,7 +231,8 @@ class CheckpointFolder:
     def wait(self) -> None:
         """Return when no write is in flight. Raises what went wrong in the last one, once."""
         self._join()
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
 

@@ -117,7 +117,10 @@ def describe(path: Path, algorithm: str = HASH) -> dict[str, Any]:
     # One buffer serves all reads, and nothing is copied.
     part = memoryview(bytearray(READ_BYTES))
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(part):
+        while True:
+            count = file.readinto(part)
+            if not count:
+                break
             computed.update(part[:count])
         size = os.fstat(file.fileno()).st_size
     return {"bytes": size, algorithm: computed.hexdigest()}

@@ -93,7 +93,8 @@ def shards_of(
 
     Raises ValueError for two shards of one tensor, and for what no file can hold.
     """
-    tensors, offsets = {}, {}
+    tensors = {}
+    offsets = {}
     for item in plan.items:
         name = item.index.fqn
         stored = item.tensor_data  # of the whole tensor, and of this shard

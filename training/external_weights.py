@@ -104,7 +104,8 @@ def match_weights(config: Config) -> Weights:
             f"{path}: none of its tensors ({_listed(list(stored))}) fits model {config.model} "
             f"({_listed(list(wanted))}): --init_map gives them other names"
         )
-    if config.init_missing == "error" and (problems := found.misfits()):
+    problems = found.misfits() if config.init_missing == "error" else []
+    if problems:
         title = f"{path}: does not fit model {config.model} (--init_missing draw takes what fits):"
         raise UsageError("\n  ".join([title, *problems]))
     return found

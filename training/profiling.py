@@ -23,7 +23,8 @@ from utils.schema import Config
 log = logging.getLogger(__name__)
 
 TABLE_ROWS = 25
-ONE_TRACE, TRACE = "trace.json.gz", "trace-rank{}.json.gz"
+ONE_TRACE = "trace.json.gz"
+TRACE = "trace-rank{}.json.gz"
 UNDER_NSYS = "TRAINING_UNDER_NSYS"  # set for the process that nsys starts
 
 
@@ -90,8 +91,10 @@ class Profiler:
     """Starts and stops a recorder around the steps [profile_start, profile_start + profile_steps) of this process."""
 
     def __init__(self, config: Config, recorder: Any):
-        self.first, self.steps = config.profile_start, config.profile_steps
-        self.recorder, self.count = recorder, 0
+        self.first = config.profile_start
+        self.steps = config.profile_steps
+        self.recorder = recorder
+        self.count = 0
         self.recording = False
 
     def check(self, steps_left: int) -> None:
@@ -126,7 +129,9 @@ class TorchRecorder:
     """
 
     def __init__(self, device: torch.device, folder: Path, name: str):
-        self.device, self.folder, self.name = device, folder, name
+        self.device = device
+        self.folder = folder
+        self.name = name
 
     def start(self) -> None:
         """Begin to record."""

@@ -224,7 +224,8 @@ class Run:
         return whole or self._epochs(done) > self._epochs(done - 1)
 
     def _between_steps(self) -> None:
-        done, config = self.iteration, self.config
+        done = self.iteration
+        config = self.config
         finished = done == config.num_iters
         self.stopping = self.stop_request.made and comm.world_size() == 1  # several ranks agree as they read the losses
         if not (self.stopping or self._is_read(done)):
@@ -232,7 +233,8 @@ class Run:
         epoch = self._epochs(done)  # completed
         end_of_epoch = epoch > self._epochs(done - 1)
         if finished and not end_of_epoch:  # the run ends within an epoch
-            epoch, end_of_epoch = epoch + 1, True
+            epoch += 1
+            end_of_epoch = True
         # The newest state is saved now and then, and whenever it is the best.
         save_due = finished or done % config.checkpoint_every == 0
 
@@ -297,7 +299,8 @@ class Run:
 
     def _log_epoch(self, epoch: int) -> None:
         self.train_loss = self.epoch_loss / self.epoch_iterations
-        self.epoch_loss, self.epoch_iterations = 0.0, 0
+        self.epoch_loss = 0.0
+        self.epoch_iterations = 0
         seconds, samples = self.clock.lap()
         log.info("Time taken for epoch %d is %.2f sec, avg %.2f samples/sec", epoch, seconds, samples / seconds)
         log.info("  Avg train loss=%.6f", self.train_loss)

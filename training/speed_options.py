@@ -58,7 +58,8 @@ def apply_speed_options(config: Config, device: torch.device, model: nn.Module) 
         # The last block of every group is computed again, and the others keep what they have.
         every = config.checkpointing_interval
         blocks = blocks_of(model, "activation_checkpointing")[every - 1 :: every]
-        selective, generators = config.activation_checkpointing == "selective", not config.enable_cuda_graphs
+        selective = config.activation_checkpointing == "selective"
+        generators = not config.enable_cuda_graphs
         checkpoint_activations(blocks, selective, generators, config.enable_jit)
     if config.enable_jit:
         if comm.get_size("domain") > 1 and VERSION < (2, 13):

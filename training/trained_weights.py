@@ -40,7 +40,8 @@ def find(path: Path | str, which: str = "newest") -> tuple[Path, Marker]:
     if which in ("newest", "best"):
         losses = read_losses(folders)
         best_first = sorted(losses, key=losses.__getitem__)
-        checkpoint = first_whole(folders if which == "newest" else best_first)
+        in_order = folders if which == "newest" else best_first
+        checkpoint = first_whole(in_order)
         if checkpoint is None:
             raise UsageError(f"{path}: no whole checkpoint in it")
         return checkpoint

@@ -51,7 +51,8 @@ def weight_roles(
     roles = []
     for parameter, names in places.items():
         shape = whole_shape(names[0], parameter, split)
-        decays, is_hidden = True, True
+        decays = True
+        is_hidden = True
         for name in names:
             module = modules[name.rpartition(".")[0]]
             decays = decays and may_decay(name, module, shape)

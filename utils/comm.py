@@ -77,7 +77,8 @@ def init(
     global _listener, _patience
     launch = read_launch()
     # Ranks of a node choose among its devices by their number; a process alone takes the first.
-    device = select_device(device_name, launch.local_rank if launch.world_size > 1 else 0)
+    local_rank = launch.local_rank if launch.world_size > 1 else 0
+    device = select_device(device_name, local_rank)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_launcher(launch.rank)
     if launch.world_size == 1:
@@ -271,7 +272,7 @@ def _mesh_of_hsdp(mesh: DeviceMesh) -> DeviceMesh | None:
     others = [dim for dim in range(mesh.ndim) if dim != outer_dim and dim not in inner_dims]
     ranks = mesh.mesh.permute(*others, outer_dim, *inner_dims)
     ranks = ranks.reshape(-1, get_size(outer), get_size(inner))  # (meshes, groups, ranks of a group)
-    (own,) = (table for table in ranks if rank() in table)
+    (own,) = [table for table in ranks if rank() in table]
     groups = [_meshes[outer].get_group(), _meshes[inner].get_group()]
     return DeviceMesh.from_group(groups, mesh.device_type, own, mesh_dim_names=(outer, inner))
 

@@ -102,7 +102,8 @@ def load_config(
     do not fit the schema, and for ranks or batches that cannot be shared equally.
     """
     # Words of the command line win over the preset, and that over the file.
-    options = parse_command_line(sys.argv[1:] if argv is None else argv, description, yaml_config)
+    words = sys.argv[1:] if argv is None else argv
+    options = parse_command_line(words, description, yaml_config)
     path = options.pop("yaml_config")
     name = options.pop("config")
     chosen = {**(preset or {}), **options}
@@ -167,7 +168,8 @@ def parse_yaml(text: str) -> Any:
     except MarkedYAMLError as error:
         # The parser knows the line, counted from 0.
         mark = error.problem_mark or error.context_mark
-        raise ValueError(f"line {mark.line + 1 if mark else '?'}: {error.problem}") from None
+        line = mark.line + 1 if mark else "?"
+        raise ValueError(f"line {line}: {error.problem}") from None
     except (YAMLError, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(f"cannot be read as YAML: {first_line(error)}") from None
 

@@ -233,7 +233,8 @@ class DataLoader(BatchLoader):
     def _join_ring(self) -> None:
         # With workers one batch can be read while another is copied.
         shape = (self.batch_size, *self.dataset.shape)
-        self.ring.join(shape, 3 if self.num_workers else 1)
+        slots = 3 if self.num_workers else 1
+        self.ring.join(shape, slots)
 
     def close(self) -> None:
         """Close the files, end the reading threads, and give the buffers back."""

@@ -154,7 +154,8 @@ def normalised_samples(source: SampleSource, statistics: ChannelStatistics, para
 @contextmanager
 def without_the_script() -> Iterator[None]:
     """Processes that start inside do not import this program's script, and with it torch, which they do not need."""
-    script, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
     try:
         yield
     finally:

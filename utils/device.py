@@ -118,8 +118,11 @@ def built_for() -> str:
 
 def device_module(device: torch.device, *needed: str) -> Any:
     """torch.cuda (for ROCm too), torch.xpu, ... of a device; None on the CPU, and without a function that is needed."""
-    module = torch.get_device_module(device) if device.type not in ("cpu", "meta") else None
-    return module if module and all(hasattr(module, name) for name in needed) else None
+    if device.type in ("cpu", "meta"):
+        return None
+    module = torch.get_device_module(device)
+    has_all = all(hasattr(module, name) for name in needed)
+    return module if has_all else None
 
 
 def backend_for(device: torch.device) -> str:
@@ -129,7 +132,8 @@ def backend_for(device: torch.device) -> str:
     """
     # torch says which library belongs to a device, and whether this build has it.
     backend = dist.Backend.default_device_backend_map.get(device.type, "")
-    if device.type in dist.Backend.backend_capability.get(backend, ()) and dist.is_backend_available(backend):
+    is_for_device = device.type in dist.Backend.backend_capability.get(backend, ())
+    if is_for_device and dist.is_backend_available(backend):
         return backend
     raise UsageError(
         f"torch {torch.__version__} has no {backend or 'library'} through which ranks on {device.type} communicate: "
@@ -146,7 +150,8 @@ def physical_name(device: torch.device) -> str:
         return ""
     properties = torch.cuda.get_device_properties(device)
     # Newer versions of torch tell the address, older ones give empty parts.
-    address = ":".join(str(getattr(properties, f"pci_{part}_id", "")) for part in ("domain", "bus", "device"))
+    parts = [getattr(properties, f"pci_{part}_id", "") for part in ("domain", "bus", "device")]
+    address = ":".join(map(str, parts))
     return f"{socket.gethostname()} {address} {properties.uuid}"
 
 
@@ -171,7 +176,8 @@ def capture_stream() -> torch.cuda.Stream:
 @contextlib.contextmanager
 def on_capture_stream() -> Iterator[None]:
     """A context whose work runs on the capture stream, in order with what the current stream gets before and after."""
-    current, side = torch.cuda.current_stream(), capture_stream()
+    current = torch.cuda.current_stream()
+    side = capture_stream()
     side.wait_stream(current)
     with torch.cuda.stream(side):
         yield
@@ -212,7 +218,8 @@ def empty_host_cache() -> None:
     """Give the pinned memory that torch keeps for its next tensors back to the system."""
     public = getattr(torch.accelerator, "empty_host_cache", None)  # of newer torch
     private = getattr(torch._C, "_host_emptyCache", None)  # of builds for CUDA and ROCm
-    if empty := public or private:
+    empty = public or private
+    if empty:
         empty()
 
 
@@ -237,7 +244,8 @@ def pin_exact_sizes(device: torch.device) -> None:
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Most memory that this process has held: allocated by torch on a GPU, else resident on the host."""
-    if gpu := device_module(device, "max_memory_allocated"):
+    gpu = device_module(device, "max_memory_allocated")
+    if gpu:
         return gpu.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB on Linux

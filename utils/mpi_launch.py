@@ -11,7 +11,9 @@ from pathlib import Path
 
 from utils.errors import UsageError
 
-FIRST_PORT, PORTS = 12000, 20000  # 12000-31999: below the ports that systems hand out
+# Ports 12000 to 31999 are below those that systems hand out.
+FIRST_PORT = 12000
+PORTS = 20000
 # A name that all ranks of one start share, and no other start on their nodes.
 NAMES_OF_START = ("PMIX_NAMESPACE", "PALS_APID", "OMPI_MCA_ess_base_jobid")
 NAMES_OF_JOB = ("PBS_JOBID", "LSB_JOBID", "COBALT_JOBID", "SLURM_JOB_ID", "JOB_ID")

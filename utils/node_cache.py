@@ -35,7 +35,8 @@ class NodeCache:
     """
 
     def __init__(self, folder: Path | str, gib: float):
-        self.folder, self.limit = Path(folder), int(gib * 2**30)
+        self.folder = Path(folder)
+        self.limit = int(gib * 2**30)
         self.is_full = False  # of the disk, which was said
         try:
             (self.folder / "locks").mkdir(parents=True, exist_ok=True)

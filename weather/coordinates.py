@@ -71,7 +71,8 @@ def read_grid(file: StoredArrays) -> tuple[Grid, list[str]]:
     Raises UsageError for coordinates that are not degrees, one of each row and of each column.
     """
     # Rows come first, as in the image.
-    notes, values = [], []
+    notes = []
+    values = []
     for axis in (LATITUDE, LONGITUDE):
         name = _find(file, axis)
         if name is None:
@@ -171,7 +172,8 @@ def _check_degrees(values: np.ndarray, units: str, axis: Axis, where: str) -> No
     are_small = len(values) > FEW_ROWS and np.abs(values).max() <= np.pi / 2
     looks_like_radians = axis is LATITUDE and are_small and not units.startswith("deg") and np.ptp(values) > 0
     if says_radians or looks_like_radians:
-        lowest, highest = values.min(), values.max()
+        lowest = values.min()
+        highest = values.max()
         raise UsageError(
             f"{where} is {lowest:.4g} to {highest:.4g}: in radians? Write degrees, with the attribute units "
             f"'{axis.units[0]}'"
@@ -198,7 +200,8 @@ def _check_distinct(longitude: np.ndarray, where: str) -> None:
     order = np.argsort(longitude, stable=True)
     same = np.flatnonzero(np.diff(longitude[order]) == 0)
     if len(same):
-        column, other = order[same[0]], order[same[0] + 1]
+        column = order[same[0]]
+        other = order[same[0] + 1]
         raise UsageError(f"{where} is {longitude[column]:g} in columns {column} and {other}: keep one of them")
 
 

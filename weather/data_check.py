@@ -142,7 +142,8 @@ class DataCheck:
         mode: str,
         part: tuple[int, int] = (0, 1),
     ):
-        self.mode, self.looks_at_all = mode, mode == "all"
+        self.mode = mode
+        self.looks_at_all = mode == "all"
         self.checked = [CheckedDataset(dataset, self.looks_at_all) for dataset in datasets]
         sampled = sampled_looks(datasets)
         everything = all_looks(datasets) if self.looks_at_all else sampled
@@ -155,7 +156,8 @@ class DataCheck:
             own = [*of_first[:SUMMED_FRAMES], *own]
         self.looks = list(dict.fromkeys(own))
         self.sums = FrameSums(sampled_rows(datasets[0]))
-        self.looked_at, self.seconds = 0, 0.0
+        self.looked_at = 0
+        self.seconds = 0.0
 
     def describe(self) -> str:
         """What was looked at, and what it cost."""

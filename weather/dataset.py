@@ -173,7 +173,8 @@ class FieldDataset:
 
     def check_step_like(self, other: "FieldDataset") -> None:
         """Raise UsageError where the frames of another dataset are another time apart."""
-        ours, theirs = self.step_seconds, other.step_seconds
+        ours = self.step_seconds
+        theirs = other.step_seconds
         if None not in (ours, theirs) and ours != theirs:
             raise UsageError(
                 f"{self.folder}: its frames are {show_step(ours or 0)} apart, those of {other.folder} "

@@ -61,7 +61,8 @@ class Store:
         """Raises UsageError for parts that were never written, or cannot be decompressed, at indices of times."""
         [(field, indices)] = self._parts(quantity, [level])
         selection = {}
-        time_axis, level_axis = self.axes["time"], self.axes["level"]
+        time_axis = self.axes["time"]
+        level_axis = self.axes["level"]
         if time_axis is not None:
             selection[time_axis] = np.unique(frames)
         if level_axis is not None and indices:

@@ -68,7 +68,8 @@ class Frames:
         first, *others = keys
         # Whatever the first key is, numpy says which frames it means.
         wanted = np.arange(self.shape[0])[first]
-        begin, end = 0, 0
+        begin = 0
+        end = 0
         if wanted.size:
             begin = int(wanted.min())
             end = int(wanted.max()) + 1

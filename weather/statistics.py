@@ -176,7 +176,8 @@ class FrameSums:
     """
 
     def __init__(self, rows: np.ndarray):
-        self.rows, self.frames = rows, 0
+        self.rows = rows
+        self.frames = 0
         self.total: Any = 0.0  # (C, R, W), sums over the frames
         self.squares: Any = 0.0  # (C, R), sums over frames of means over a row
 
@@ -210,7 +211,8 @@ class FrameSums:
         for channel in known_channels(names):
             name = names[channel]
             std = float(statistics.stds[channel, 0, 0])
-            seen, expected = means[channel], expected_means[channel]
+            seen = means[channel]
+            expected = expected_means[channel]
             if abs(seen - expected) > far * std:
                 raise UsageError(
                     f"{paths.time_means}: the climatology of {name} is {expected:g} on average, frames of {folder} "
@@ -264,7 +266,8 @@ class Distances:
     """How far the mean of some frames is from a climatology. mean_field: (R, W). std: of the channel."""
 
     def __init__(self, mean_field: np.ndarray, std: float):
-        self.mean_field, self.std = mean_field, std
+        self.mean_field = mean_field
+        self.std = std
 
     def to(self, climatology: np.ndarray) -> float:
         """The root of the mean square of the differences, in standard deviations."""

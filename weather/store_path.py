@@ -128,7 +128,8 @@ def parse_years(text: str) -> tuple[int, ...]:
         match = re.fullmatch(r"(\d{4})(-(\d{4}))?", part.strip())
         if not match:
             raise UsageError(f"years '{text}': write 1979, 1979-1982 or 1979,1981-1983")
-        first, last = int(match[1]), int(match[3] or match[1])
+        first = int(match[1])
+        last = int(match[3] or match[1])
         if first > last:
             raise UsageError(f"years '{text}': {first} is after {last}")
         years += range(first, last + 1)

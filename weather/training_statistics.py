@@ -30,7 +30,9 @@ class StatisticsSums:
         self.total: Any = 0.0  # (C, H, W)
         self.squares: Any = 0.0  # (C,)
         self.changes: Any = 0.0  # (C,), squares of the changes from frame to frame
-        self.frames, self.pairs, self.points = 0, 0, 0
+        self.frames = 0
+        self.pairs = 0
+        self.points = 0
         self.last: np.ndarray | None = None  # the frame before the next one, (1, C, H, W)
 
     def add(self, frames: np.ndarray, follows: np.ndarray) -> None:
@@ -85,7 +87,8 @@ def training_statistics(
     of the mean square of the change from one frame to the next (1, C, 1, 1). Changes across a gap in time are left out.
     Raises UsageError for a frame that is no weather, and for a channel that is the same everywhere.
     """
-    sums, names = StatisticsSums(), list[str]()
+    sums = StatisticsSums()
+    names = list[str]()
     for path in paths:
         with reading(str(path)), closing(open_year(path)) as year:
             description = year.describe(year.shape[1], year.shape[2:])

@@ -170,7 +170,8 @@ class ValueCheck:
         if not is_zero.all() and is_zero.mean() > most_zeros(bounds.key[0]):
             return _first(is_zero), f"is 0, as {is_zero.mean():.0%} of this frame are{UNFINISHED}"
 
-        value, highest = field[0, 0], field.max()
+        value = field[0, 0]
+        highest = field.max()
         if field.min() == highest:
             hint = UNFINISHED if value == 0 else ": did something fail to write it?"
             return (0, 0), f"is {value:g}, and so is every point of this frame{hint}"
@@ -184,7 +185,8 @@ class ValueCheck:
         if self.strict:
             return False
         values = field[is_outside]
-        lowest, highest = values.min(), values.max()
+        lowest = values.min()
+        highest = values.max()
         # Noise never repeats a number, and is never exactly 0: those are fill values.
         is_one_value = len(values) > 1 and lowest == highest
         if is_one_value or (values == 0).any():

@@ -268,7 +268,8 @@ def _read_origin(path):
             return None, None
         with open_hdf5(path) as file:
             # Files of others have no such attributes.
-            title, settings = file.attrs.get("title"), file.attrs.get("settings")
+            title = file.attrs.get("title")
+            settings = file.attrs.get("settings")
     except OSError as error:
         cause = first_line(error)
         raise UsageError(f"{path}: cannot be read: {cause}: move it away, and it is made again") from error

@@ -94,7 +94,8 @@ class ChunkLayout:
     def locate(self, coords: Coords) -> tuple[Coords, Coords]:
         """(coordinates of the object that holds a chunk, those of the chunk in it)."""
         # Without shards an object is a chunk, and the second are zeros.
-        outer, inner = [], []
+        outer = []
+        inner = []
         for number, count in zip(coords, self.chunks_in_object, strict=True):
             outer.append(number // count)
             inner.append(number % count)
