@@ -27,10 +27,13 @@ class FourierFilter(nn.Module):
         if embed_dim % num_blocks:
             raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_blocks {num_blocks}")
         size = embed_dim // num_blocks
-        self.num_blocks, self.sparsity = num_blocks, sparsity
-        # The first dimension: real and imaginary part.
-        self.weight1, self.weight2 = (nn.Parameter(torch.empty(2, num_blocks, size, size)) for _ in range(2))
-        self.bias1, self.bias2 = (nn.Parameter(torch.empty(2, num_blocks, size)) for _ in range(2))
+        self.num_blocks = num_blocks
+        self.sparsity = sparsity
+        # The first dimension has the real and the imaginary part: (2, k, d, d) and (2, k, d).
+        self.weight1 = nn.Parameter(torch.empty(2, num_blocks, size, size))
+        self.weight2 = nn.Parameter(torch.empty(2, num_blocks, size, size))
+        self.bias1 = nn.Parameter(torch.empty(2, num_blocks, size))
+        self.bias2 = nn.Parameter(torch.empty(2, num_blocks, size))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -40,26 +43,44 @@ class FourierFilter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, h, w, D) -> (B, h, w, D)."""
-        dtype, size = x.dtype, x.shape[1:3]
-        wide = torch.promote_types(dtype, torch.float32)  # half precision has no transforms of every size
+        dtype = x.dtype
+        size = x.shape[1:3]
+        # Half precision has no transforms of every size.
+        wide = torch.promote_types(dtype, torch.float32)
         x = torch.fft.rfft2(x.to(wide), dim=(1, 2), norm="ortho")  # (B, h, w / 2 + 1, D), complex
         x = x.unflatten(-1, (self.num_blocks, -1))  # (B, h, w / 2 + 1, k, d)
-        real, imaginary = self._layer(x.real, x.imag, self.weight1.to(wide), self.bias1)
-        real, imaginary = self._layer(F.relu(real), F.relu(imaginary), self.weight2.to(wide), self.bias2)
-        x = F.softshrink(torch.stack([real, imaginary], -1), self.sparsity)
-        x = torch.view_as_complex(x.to(wide)).flatten(-2)
-        return torch.fft.irfft2(x, s=size, dim=(1, 2), norm="ortho").to(dtype)
 
-    def _layer(self, real: Tensor, imaginary: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """A linear layer of complex numbers in each block of features."""
+        # A network of two layers acts on each frequency alone.
+        weight1 = self.weight1.to(wide)
+        real, imaginary = self._layer(x.real, x.imag, weight1, self.bias1)
+        real = F.relu(real)
+        imaginary = F.relu(imaginary)
+        weight2 = self.weight2.to(wide)
+        real, imaginary = self._layer(real, imaginary, weight2, self.bias2)
+
+        x = torch.stack([real, imaginary], -1)  # (B, h, w / 2 + 1, k, d, 2)
+        x = F.softshrink(x, self.sparsity)
+        x = torch.view_as_complex(x.to(wide)).flatten(-2)  # (B, h, w / 2 + 1, D), complex
+        x = torch.fft.irfft2(x, s=size, dim=(1, 2), norm="ortho")  # (B, h, w, D)
+        return x.to(dtype)
+
+    def _layer(
+        self,
+        real: Tensor,
+        imaginary: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """A linear layer of complex numbers in each block of features: (x + iy) (u + iv) = (xu - yv) + i (yu + xv)."""
 
         def times(x: Tensor, w: Tensor) -> Tensor:
             return torch.einsum("bhwki,kio->bhwko", x, w)
 
-        return (
-            times(real, weight[0]) - times(imaginary, weight[1]) + bias[0],
-            times(imaginary, weight[0]) + times(real, weight[1]) + bias[1],
-        )
+        out_real = times(real, weight[0]) - times(imaginary, weight[1])
+        out_real = out_real + bias[0]
+        out_imaginary = times(imaginary, weight[0]) + times(real, weight[1])
+        out_imaginary = out_imaginary + bias[1]
+        return out_real, out_imaginary
 
 
 class AFNO(Transformer):
@@ -87,4 +108,12 @@ class AFNO(Transformer):
         head = ImageHead(grid, patch_size, out_channels, embed_dim)
         filters = [FourierFilter(embed_dim, num_blocks, sparsity) for _ in range(depth)]
         blocks = [Block(each, embed_dim, mlp_ratio, dropout, grid) for each in filters]
-        super().__init__(patch_embed, blocks, head, grid, patch_size, embed_dim, dropout)
+        super().__init__(
+            patch_embed=patch_embed,
+            blocks=blocks,
+            head=head,
+            grid=grid,
+            patch_size=patch_size,
+            embed_dim=embed_dim,
+            dropout=dropout,
+        )

@@ -23,7 +23,8 @@ class NormalizedPatchEmbed(PatchEmbed):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, C, *img_size) -> tokens, (B, N, D)."""
-        return F.relu(self.norm(super().forward(x)))
+        tokens = self.norm(super().forward(x))
+        return F.relu(tokens)
 
 
 class ClassHead(nn.Module):
@@ -35,7 +36,8 @@ class ClassHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, N, D) -> logits, (B, num_classes)."""
-        return self.proj(x.mean(1))
+        image = x.mean(1)  # (B, D)
+        return self.proj(image)
 
 
 class Classifier(Transformer):
@@ -61,5 +63,16 @@ class Classifier(Transformer):
         grid, patch_size = patch_grid(img_size, patch_size)
         patch_embed = NormalizedPatchEmbed(patch_size, in_channels, embed_dim)
         head = ClassHead(embed_dim, num_classes)
-        blocks = [Block(Attention(embed_dim, num_heads, dropout), embed_dim, mlp_ratio, dropout) for _ in range(depth)]
-        super().__init__(patch_embed, blocks, head, grid, patch_size, embed_dim, dropout)
+        blocks = []
+        for _ in range(depth):
+            attention = Attention(embed_dim, num_heads, dropout)
+            blocks.append(Block(attention, embed_dim, mlp_ratio, dropout))
+        super().__init__(
+            patch_embed=patch_embed,
+            blocks=blocks,
+            head=head,
+            grid=grid,
+            patch_size=patch_size,
+            embed_dim=embed_dim,
+            dropout=dropout,
+        )

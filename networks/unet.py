@@ -17,11 +17,13 @@ class GlobeConv(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int):
         super().__init__()
+        # Zeros are added along latitude alone: forward continues the image along longitude.
         self.conv = nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=(1, 0), bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, C, H, W) -> (B, C', H, W)."""
-        return self.conv(F.pad(x, (1, 1, 0, 0), mode="circular"))
+        padded = F.pad(x, (1, 1, 0, 0), mode="circular")  # (B, C, H, W + 2)
+        return self.conv(padded)
 
 
 class DoubleConv(nn.Sequential):
@@ -30,7 +32,9 @@ class DoubleConv(nn.Sequential):
     def __init__(self, in_channels: int, out_channels: int):
         layers: list[nn.Module] = []
         for channels in (in_channels, out_channels):
-            layers += [GlobeConv(channels, out_channels), nn.BatchNorm2d(out_channels), nn.ReLU()]
+            layers.append(GlobeConv(channels, out_channels))
+            layers.append(nn.BatchNorm2d(out_channels))
+            layers.append(nn.ReLU())
         super().__init__(*layers)
 
 
@@ -41,17 +45,33 @@ class UNet(nn.Module):
     Raises ValueError where 2 ** levels does not divide H and W.
     """
 
-    def __init__(self, img_size: Sequence[int], in_channels: int, out_channels: int, width: int = 32, levels: int = 2):
+    def __init__(
+        self,
+        img_size: Sequence[int],
+        in_channels: int,
+        out_channels: int,
+        width: int = 32,
+        levels: int = 2,
+    ):
         super().__init__()
-        self.patch_size = 2**levels  # an image may be cut between the cells of the coarsest grid
+        # An image may be cut between the cells of the coarsest grid.
+        self.patch_size = 2**levels
         if any(points % self.patch_size for points in img_size):
             raise ValueError(f"img_size {list(img_size)} cannot be halved {levels} times")
-        widths = [width * 2**level for level in range(levels + 1)]
+        widths = [width * 2**level for level in range(levels + 1)]  # channels of each level, the finest first
         self.first = DoubleConv(in_channels, width)
         self.pool = nn.MaxPool2d(2)
-        self.down = nn.ModuleList(DoubleConv(fine, coarse) for fine, coarse in pairwise(widths))
-        self.up = nn.ModuleList(nn.ConvTranspose2d(n, n // 2, kernel_size=2, stride=2) for n in widths[:0:-1])
-        self.join = nn.ModuleList(DoubleConv(n, n // 2) for n in widths[:0:-1])
+        self.down = nn.ModuleList()
+        for fine, coarse in pairwise(widths):
+            self.down.append(DoubleConv(fine, coarse))
+        # Modules draw their weights as they are made, so the order here is that of the random numbers.
+        upwards = widths[:0:-1]  # from the coarsest level to the second
+        self.up = nn.ModuleList()
+        for channels in upwards:
+            self.up.append(nn.ConvTranspose2d(channels, channels // 2, kernel_size=2, stride=2))
+        self.join = nn.ModuleList()
+        for channels in upwards:
+            self.join.append(DoubleConv(channels, channels // 2))
         self.head = nn.Conv2d(width, out_channels, kernel_size=1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,5 +82,7 @@ class UNet(nn.Module):
             skips.append(x)
             x = block(self.pool(x))  # (B, 2 C, H / 2, W / 2)
         for up, join in zip(self.up, self.join, strict=True):
-            x = join(torch.cat([up(x), skips.pop()], 1))  # (B, C / 2, 2 H, 2 W)
+            x = up(x)  # (B, C / 2, 2 H, 2 W)
+            x = torch.cat([x, skips.pop()], 1)  # (B, C, 2 H, 2 W)
+            x = join(x)  # (B, C / 2, 2 H, 2 W)
         return self.head(x)

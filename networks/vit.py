@@ -17,7 +17,11 @@ from torch.nn import functional as F
 
 PerAxis = int | Sequence[int]  # one number for all axes, or one for each
 LAYER_NORM_EPS = 1e-6  # the same in every layer, and in every parallel form of it
-CONV: dict[int, Callable[..., nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+CONV: dict[int, Callable[..., nn.Module]] = {
+    1: nn.Conv1d,
+    2: nn.Conv2d,
+    3: nn.Conv3d,
+}
 
 
 def per_axis(value: PerAxis, axes: int) -> tuple[int, ...]:
@@ -28,15 +32,21 @@ def per_axis(value: PerAxis, axes: int) -> tuple[int, ...]:
     return values
 
 
-def patch_grid(img_size: Sequence[int], patch_size: PerAxis) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def patch_grid(
+    img_size: Sequence[int],
+    patch_size: PerAxis,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Patches along each axis, and points of a patch along each axis: ((8, 12), 4) -> ((2, 3), (4, 4)).
 
     Raises ValueError where a patch does not divide the image.
     """
     patch_size = per_axis(patch_size, len(img_size))
-    if any(s % p for s, p in zip(img_size, patch_size, strict=True)):
-        raise ValueError(f"img_size {list(img_size)} cannot be cut into patches of {list(patch_size)}")
-    return tuple(s // p for s, p in zip(img_size, patch_size, strict=True)), patch_size
+    grid = []
+    for points, patch in zip(img_size, patch_size, strict=True):
+        if points % patch:
+            raise ValueError(f"img_size {list(img_size)} cannot be cut into patches of {list(patch_size)}")
+        grid.append(points // patch)
+    return tuple(grid), patch_size
 
 
 class Linear(nn.Linear):
@@ -105,8 +115,10 @@ class Attention(nn.Module):
         """x: (B, N, D) -> (B, N, D). Attention weights are dropped out in training only."""
         qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim))  # (B, N, heads, 3, d)
         q, k, v = qkv.transpose(1, 2).unbind(3)  # (B, heads, N, d)
-        x = self.attend(q, k, v, dropout_p=self.dropout if self.training else 0.0)
-        return self.proj(x.transpose(1, 2).flatten(2))
+        dropout = self.dropout if self.training else 0.0
+        x = self.attend(q, k, v, dropout_p=dropout)  # (B, heads, N, d)
+        x = x.transpose(1, 2).flatten(2)  # (B, N, D)
+        return self.proj(x)
 
 
 class MLP(nn.Module):
@@ -120,7 +132,9 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, N, D) -> (B, N, D)."""
-        return self.fc2(self.drop(F.gelu(self.fc1(x))))
+        x = F.gelu(self.fc1(x))  # (B, N, hidden_dim)
+        x = self.drop(x)
+        return self.fc2(x)
 
 
 class Block(nn.Module):
@@ -130,7 +144,12 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, attention: nn.Module, embed_dim: int, mlp_ratio: float, dropout: float, grid: tuple[int, ...] = ()
+        self,
+        attention: nn.Module,
+        embed_dim: int,
+        mlp_ratio: float,
+        dropout: float,
+        grid: tuple[int, ...] = (),
     ):
         super().__init__()
         self.norm1 = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
@@ -142,28 +161,43 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, N, D) -> (B, N, D)."""
-        x = x.unflatten(1, self.grid) if self.grid else x
+        if self.grid:
+            x = x.unflatten(1, self.grid)  # (B, *grid, D)
         x = x + self.drop(self.attn(self.norm1(x)))
         x = x + self.drop(self.mlp(self.norm2(x)))
-        return x.flatten(1, -2) if self.grid else x
+        if self.grid:
+            x = x.flatten(1, -2)  # (B, N, D)
+        return x
 
 
 class ImageHead(nn.Module):
     """Project each token to its patch of the output and fold the patches: (B, N, D) -> (B, C, *img_size)."""
 
-    def __init__(self, grid: tuple[int, ...], patch_size: tuple[int, ...], out_channels: int, embed_dim: int):
+    def __init__(
+        self,
+        grid: tuple[int, ...],
+        patch_size: tuple[int, ...],
+        out_channels: int,
+        embed_dim: int,
+    ):
         super().__init__()
-        self.grid, self.patch_size, self.out_channels = grid, patch_size, out_channels
+        self.grid = grid
+        self.patch_size = patch_size
+        self.out_channels = out_channels
         self.proj = Linear(embed_dim, out_channels * math.prod(patch_size))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: tokens, (B, N, D), in row-major order -> (B, C, *img_size)."""
-        n = len(self.grid)
-        x = self.proj(x).unflatten(2, (self.out_channels, *self.patch_size)).unflatten(1, self.grid)
-        # (B, *grid, C, *patch) -> (B, C, grid_0, patch_0, grid_1, patch_1, ...)
-        pairs = [axis for i in range(n) for axis in (1 + i, 2 + n + i)]
-        x = x.permute(0, 1 + n, *pairs)
-        return x.reshape(*x.shape[:2], *(g * p for g, p in zip(self.grid, self.patch_size, strict=True)))
+        axes = len(self.grid)
+        x = self.proj(x)  # (B, N, C patch_0 patch_1 ..)
+        x = x.unflatten(2, (self.out_channels, *self.patch_size))  # (B, N, C, *patch)
+        x = x.unflatten(1, self.grid)  # (B, *grid, C, *patch)
+        pairs = []
+        for axis in range(axes):
+            pairs += [1 + axis, 2 + axes + axis]
+        x = x.permute(0, 1 + axes, *pairs)  # (B, C, grid_0, patch_0, grid_1, patch_1, ..)
+        img_size = [patches * points for patches, points in zip(self.grid, self.patch_size, strict=True)]
+        return x.reshape(*x.shape[:2], *img_size)
 
 
 class Transformer(nn.Module):
@@ -223,5 +257,16 @@ class ViT(Transformer):
         grid, patch_size = patch_grid(img_size, patch_size)
         patch_embed = PatchEmbed(patch_size, in_channels, embed_dim)
         head = ImageHead(grid, patch_size, out_channels, embed_dim)
-        blocks = [Block(Attention(embed_dim, num_heads, dropout), embed_dim, mlp_ratio, dropout) for _ in range(depth)]
-        super().__init__(patch_embed, blocks, head, grid, patch_size, embed_dim, dropout)
+        blocks = []
+        for _ in range(depth):
+            attention = Attention(embed_dim, num_heads, dropout)
+            blocks.append(Block(attention, embed_dim, mlp_ratio, dropout))
+        super().__init__(
+            patch_embed=patch_embed,
+            blocks=blocks,
+            head=head,
+            grid=grid,
+            patch_size=patch_size,
+            embed_dim=embed_dim,
+            dropout=dropout,
+        )

@@ -34,14 +34,20 @@ def build_parallel(
     Buffers that no checkpoint holds have their initial values in any case. where: how errors call the layout; the name
     of the config unless given. usage: of the model, where it is known already.
     """
+    # The model has shapes and names, and no memory yet.
     model = build_model(config)
     split = split_as_configured(model, config, where)
+    # Compilation and checkpointing wrap what each rank computes, so the split comes first.
     apply_speed_options(config, device, model)
-    unsaved = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
+    buffers = {name for name, _ in model.named_buffers()}
+    unsaved = buffers - model.state_dict().keys()
+    # Buffers that no checkpoint holds come from the initial weights.
     if weights is None:
         weights = initial_weights(config)
     elif unsaved:
-        weights = chain(weights, ((name, value) for name, value in initial_weights(config) if name in unsaved))
+        initial = initial_weights(config)
+        unsaved_values = ((name, value) for name, value in initial if name in unsaved)
+        weights = chain(weights, unsaved_values)
     usage = usage or inspect_model(config).usage
     return data_parallel(model, config.options(DataParallelOptions), device, weights, usage, split)
 
@@ -50,26 +56,34 @@ def split_as_configured(model: nn.Module, config: Config, where: str = "") -> Sp
     """Split a model, or its images, over the ranks of the mesh. Raises UsageError as split_model and split_images."""
     where = where or config.config
     if comm.get_size("domain") > 1:
-        return split_images(model, replace(config.options(DomainOptions), config=where))
-    return split_model(model, replace(config.options(ModelParallelOptions), config=where))
+        domain_options = replace(config.options(DomainOptions), config=where)
+        return split_images(model, domain_options)
+    options = replace(config.options(ModelParallelOptions), config=where)
+    return split_model(model, options)
 
 
 def build_step(config: Config, device: torch.device, where: str = "") -> TrainingStep:
     """The TrainingStep of this rank; the mesh is there. Raises UsageError, naming `where`, for a split that fails."""
     task = build_task(config)
     parallel = build_parallel(config, device, where=where, usage=task.usage)
-    return TrainingStep(config, device, parallel, build_optimizer(config, parallel, device), task)
+    optimizer = build_optimizer(config, parallel, device)
+    return TrainingStep(config, device, parallel, optimizer, task)
 
 
 def random_batch(task: Task, device: torch.device) -> tuple[Tensor, Tensor]:
     """This rank's part of a batch of random numbers: inputs, and targets as the task has them."""
     config = task.config
     x, y = task.random_batch(torch.Generator().manual_seed(config.seed))
-    own = slice(comm.get_rank("dp"), None, comm.get_size("dp"))
+    own_samples = slice(comm.get_rank("dp"), None, comm.get_size("dp"))
+    # One slice for each axis of an image.
     window = task.own_window()
 
     def part(whole: Tensor) -> Tensor:
-        cut = (own, slice(None), *window) if whole.dim() == 2 + len(window) else own
-        return whole[cut].to(device).clone()
+        # Images are cut along their axes too; a target may be a class for each sample.
+        own = whole[own_samples]
+        is_image = whole.dim() == 2 + len(window)
+        if is_image:
+            own = own[(slice(None), slice(None), *window)]
+        return own.to(device).clone()
 
     return part(x), part(y)

@@ -41,12 +41,17 @@ def kernel_name(config: Config, device: torch.device, call: AttentionCall) -> st
     dtype = enabled.fast_dtype if enabled._enabled else torch.float32
     tokens = min(call.keys, MOST_TOKENS)
     shape = (1, 1, tokens, call.head)
-    q, k, v = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
-    mask = torch.ones(tokens, tokens, dtype=torch.bool, device=device) if call.masked else None
+    q, k, v = [torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
+    mask = None
+    if call.masked:
+        mask = torch.ones(tokens, tokens, dtype=torch.bool, device=device)
     if _is_ring(config):
         kernel = attention.kernel(q, mask)
-        names = {attention.CudaFlash: "FLASH_ATTENTION", attention.CudaEfficient: "EFFICIENT_ATTENTION"}
-        names[attention.CpuFlash] = "FLASH_ATTENTION"
+        names = {
+            attention.CudaFlash: "FLASH_ATTENTION",
+            attention.CudaEfficient: "EFFICIENT_ATTENTION",
+            attention.CpuFlash: "FLASH_ATTENTION",
+        }
         return f"{names.get(kernel, 'MATH')} (ring attention)"
     try:
         choice = torch._fused_sdp_choice(q, k, v, mask, config.dropout)

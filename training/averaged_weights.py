@@ -21,12 +21,16 @@ class AveragedWeights:
     """
 
     def __init__(self, model: nn.Module, decay: float):
-        self.model, self.decay = model, decay
-        self.weights = {name: p.detach().clone().contiguous() for name, p in model.named_parameters()}
+        self.model = model
+        self.decay = decay
+        self.weights: dict[str, Tensor] = {}
+        for name, parameter in model.named_parameters():
+            self.weights[name] = parameter.detach().clone().contiguous()
 
     @torch.no_grad()
     def update(self, iteration: int) -> None:
         """Take in the parameters after the step of an iteration, counted from 0."""
+        # Early averages would be mostly of the initial weights.
         decay = min(self.decay, (1 + iteration) / (10 + iteration))
         torch._foreach_lerp_(*self._pairs(), 1 - decay)
 
@@ -49,6 +53,7 @@ class AveragedWeights:
         for module in self.model.modules():
             if is_fsdp_module(module):
                 module.reshard()  # what it has gathered would be neither the one nor the other
+        # Values are exchanged, not tensors: optimizer and buckets hold on to the tensors.
         averages, parameters = self._pairs()
         for average, parameter in zip(averages, parameters, strict=True):
             kept = parameter.clone()
@@ -57,7 +62,7 @@ class AveragedWeights:
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """The averages and the parameters, as this rank holds them."""
-        parameters = [p.detach() for p in self.model.parameters()]
-        both = list(self.weights.values()), parameters
-        averages, current = ([t.to_local() if is_dtensor(t) else t for t in tensors] for tensors in both)
-        return averages, current
+        averages = [w.to_local() if is_dtensor(w) else w for w in self.weights.values()]
+        detached = [parameter.detach() for parameter in self.model.parameters()]
+        parameters = [p.to_local() if is_dtensor(p) else p for p in detached]
+        return averages, parameters

@@ -66,6 +66,7 @@ def collect_state(model: nn.Module, optimizer: Optimizer, streams: RandomStreams
     optimizer = _local(optimizer)
     make_moments(optimizer)
     weights = collect_weights(model)  # first: fully_shard shares out again what it has gathered
+    # Frozen parameters have no moments.
     moments = {}
     for name, parameter in model.named_parameters():
         if parameter in optimizer.state:
@@ -110,7 +111,9 @@ def make_moments(optimizer: Optimizer) -> None:
     unused = [parameter for parameter in parameters if parameter not in optimizer.state]
     if not unused:
         return
+    # Everything that the step below changes is put back afterwards.
     gradients = [parameter.grad for parameter in parameters]
+    # A rate of zero leaves the weights as they are.
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in parameters:
         parameter.grad = None  # the optimizer passes over those that have moments
@@ -118,12 +121,14 @@ def make_moments(optimizer: Optimizer) -> None:
         parameter.grad = torch.zeros_like(parameter)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+    # This step makes the moments.
     optimizer.step()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     for parameter in unused:
+        # Of that step only zeros and a count of no steps remain.
         for value in optimizer.state[parameter].values():
             value.zero_()
 
@@ -139,8 +144,14 @@ def _from_the_start(tensor: Tensor) -> Tensor:
         return tensor
     from torch.distributed.tensor import DTensor  # slow to import
 
-    where: dict[str, Any] = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
-    return DTensor.from_local(tensor.to_local().clone(), tensor.device_mesh, tensor.placements, **where)
+    return DTensor.from_local(
+        tensor.to_local().clone(),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def _new_stager() -> "DefaultStager":
@@ -161,8 +172,15 @@ class CheckpointFolder:
     refuses, be it this write or the one before; a checkpoint that was there before stays whole.
     """
 
-    def __init__(self, path: Path | str, keep: int, config: dict[str, Any] | None = None):
-        self.path, self.keep, self.config = Path(path), keep, config
+    def __init__(
+        self,
+        path: Path | str,
+        keep: int,
+        config: dict[str, Any] | None = None,
+    ):
+        self.path = Path(path)
+        self.keep = keep
+        self.config = config
         self.stall_seconds: float | None = None
         self.write_seconds: float | None = None
         self._thread: threading.Thread | None = None
@@ -188,14 +206,22 @@ class CheckpointFolder:
         self.wait()
         self._connect()
         final = self.path / f"iter-{iteration:08d}"
-        marker: Marker = {"iteration": iteration, "val_loss": val_loss, "world_size": comm.world_size()}
-        marker |= {"config": self.config, "trainer": trainer_state}
+        marker: Marker = {
+            "iteration": iteration,
+            "val_loss": val_loss,
+            "world_size": comm.world_size(),
+            "config": self.config,
+            "trainer": trainer_state,
+        }
         if self._stager is None or VERSION < (2, 13):  # there a stager is spent after one use
             self._stager = _new_stager()
+        # Training goes on as soon as the tensors are copied; the thread writes the copies.
         copies = self._stager.stage(tree_map(_from_the_start, tensors))
         device = torch.accelerator.current_device_index() if accelerator() else None
-        self._thread = threading.Thread(target=self._write, args=(copies, marker, final, device), daemon=True)
+        to_write = copies, marker, final, device
+        self._thread = threading.Thread(target=self._write, args=to_write, daemon=True)
         self._thread.start()
+        # A process that ends waits a little for its last checkpoint.
         atexit.register(self._thread.join, EXIT_SECONDS)
         if wait:
             self.wait()
@@ -205,7 +231,8 @@ class CheckpointFolder:
     def wait(self) -> None:
         """Return when no write is in flight. Raises what went wrong in the last one, once."""
         self._join()
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
 
@@ -223,7 +250,13 @@ class CheckpointFolder:
         if self._group is None and comm.world_size() > 1:
             self._group = comm.new_cpu_group()
 
-    def _write(self, tensors: State, marker: Marker, final: Path, device: int | None) -> None:
+    def _write(
+        self,
+        tensors: State,
+        marker: Marker,
+        final: Path,
+        device: int | None,
+    ) -> None:
         """In the background, on every rank."""
         import torch.distributed.checkpoint as dcp  # slow to import
 
@@ -233,7 +266,11 @@ class CheckpointFolder:
             torch.accelerator.set_device_index(device)
         started = time.perf_counter()
         writing = self.path / f".{final.name}.writing"
-        writer = ShardWriter(writing, lambda files: self._complete(writing, final, {**marker, "files": files}))
+
+        def complete(files: dict[str, Any]) -> None:
+            self._complete(writing, final, {**marker, "files": files})
+
+        writer = ShardWriter(writing, complete)
         try:
             dcp.save(tensors, storage_writer=writer, process_group=self._group)
         except dcp.CheckpointException as error:  # wraps what went wrong on each rank; every rank gets it
@@ -241,13 +278,16 @@ class CheckpointFolder:
         except Exception as error:
             self._error = error
         self.write_seconds = time.perf_counter() - started
+        # An error is raised by the next call of wait.
         if self._error is None:
             log.info("  Saved checkpoint %s, written in %.3f s", final.name, self.write_seconds)
 
     def _complete(self, writing: Path, final: Path, marker: Marker) -> None:
+        # The marker is written last: without it the folder does not count as a checkpoint.
         with whole_file(writing / MARKER) as part:
             part.write_text(json.dumps({"sha256": digest(marker), **marker}, indent=1))
         shutil.rmtree(final, ignore_errors=True)  # a damaged one that was passed over
+        # From here on the checkpoint is there, whole.
         writing.rename(final)
         sync_folder(self.path)
         self._prune()
@@ -270,7 +310,8 @@ class CheckpointFolder:
         reader = dcp.HuggingFaceStorageReader(str(folder))
         stored = reader.read_metadata().state_dict_metadata
         # The random state of a rank or device that the run did not have before is not there.
-        tensors["random"] = {name: t for name, t in tensors["random"].items() if f"random.{name}" in stored}
+        streams = tensors["random"]
+        tensors["random"] = {name: state for name, state in streams.items() if f"random.{name}" in stored}
         try:
             dcp.load(tensors, storage_reader=reader, process_group=self._group)
         except dcp.CheckpointException as error:
@@ -294,18 +335,29 @@ class CheckpointFolder:
     def newest_name(self) -> str:
         """Name of the newest complete checkpoint, for messages. Waits for a write in flight."""
         self._join()
-        return next((folder.name for folder in self.folders() if (folder / MARKER).is_file()), "none")
+        for folder in self.folders():
+            is_complete = (folder / MARKER).is_file()
+            if is_complete:
+                return folder.name
+        return "none"
 
     def _prune(self) -> None:
         folders = self.folders()
         losses = read_losses(folders)
+        # The best one stays, however old it is.
         best = min(losses, key=losses.__getitem__, default=None)
-        for folder in [f for f in folders if f not in losses] + list(losses)[self.keep :]:
+        # Those whose marker cannot be read go, and of the others the older ones.
+        damaged = [folder for folder in folders if folder not in losses]
+        older = list(losses)[self.keep :]
+        for folder in damaged + older:
             if folder != best:
                 shutil.rmtree(folder)
 
 
-def first_whole(folders: Iterable[Path], verify: Callable[[Path], Marker] = verify) -> tuple[Path, Marker] | None:
+def first_whole(
+    folders: Iterable[Path],
+    verify: Callable[[Path], Marker] = verify,
+) -> tuple[Path, Marker] | None:
     """Folder and marker of the first whole one of these checkpoints, None where there is none.
 
     verify: gives the marker of a whole checkpoint, and raises CheckpointError for another; by default that of one

@@ -27,15 +27,24 @@ from utils.schema import Config
 SUFFIX = ".safetensors"
 # Names of hashes in a marker. XXH3 finds garbled bytes as surely as SHA-256, which earlier versions wrote, and takes a
 # tenth of its time. Neither guards against someone who rewrites a checkpoint: the marker lies beside the files.
-HASHES: dict[str, Callable[[], Any]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
+HASHES: dict[str, Callable[[], Any]] = {
+    "xxh3_128": xxhash.xxh3_128,
+    "sha256": hashlib.sha256,
+}
 HASH = "xxh3_128"  # of new checkpoints
 READ_BYTES = 2**20  # what stays in a processor's cache between reading and hashing
 
 
-def write_shards(path: Path, tensors: dict[str, Tensor], offsets: dict[str, list[int]]) -> dict[str, Any]:
+def write_shards(
+    path: Path,
+    tensors: dict[str, Tensor],
+    offsets: dict[str, list[int]],
+) -> dict[str, Any]:
     """Write shards, contiguous tensors on the CPU, and where they begin. Returns and raises as write_safetensors."""
+    # torch's reader finds the places of shards under this key.
     places = {name: {"saved_offsets": offset} for name, offset in offsets.items()}
-    return write_safetensors(path, tensors, {"DCP_SHARDING_INFO": json.dumps(places), "format": "pt"})
+    metadata = {"DCP_SHARDING_INFO": json.dumps(places), "format": "pt"}
+    return write_safetensors(path, tensors, metadata)
 
 
 DTYPES = {
@@ -47,7 +56,11 @@ DTYPES = {
 }  # fmt: skip
 
 
-def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict[str, Any]:
+def write_safetensors(
+    path: Path,
+    tensors: dict[str, Tensor],
+    metadata: dict[str, str],
+) -> dict[str, Any]:
     """Write contiguous CPU tensors {name: tensor} and metadata {name: text} to a file, and see it safely on disk.
 
     Returns size and XXH3 of what was to be written. The hash is that of the tensors in memory, and the file is not read
@@ -57,18 +70,26 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str
     """
     # Large numbers first, so that each tensor begins at a multiple of its element's size.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    # The header names type, shape and place of every tensor.
     header: dict[str, Any] = {"__metadata__": metadata}
-    contents, end = [], 0
+    contents = []
+    end = 0
     for name in names:
         tensor = tensors[name]
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{name}: {tensor.dtype} cannot be written to a safetensors file")
-        begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
+        end = begin + tensor.nbytes
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
         contents.append(bytes_of(tensor))
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return write_and_hash(path, [len(text).to_bytes(8, "little") + text, *contents])
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of eight bytes
+    length = len(text).to_bytes(8, "little")
+    return write_and_hash(path, [length + text, *contents])
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -83,6 +104,7 @@ def write_and_hash(path: Path, contents: Sequence[bytes | memoryview]) -> dict[s
         for content in contents:
             computed.update(content)
             file.write(content)
+        # The content must be on the disk before the marker says so.
         file.flush()
         os.fsync(file.fileno())
         size = os.fstat(file.fileno()).st_size
@@ -92,9 +114,13 @@ def write_and_hash(path: Path, contents: Sequence[bytes | memoryview]) -> dict[s
 def describe(path: Path, algorithm: str = HASH) -> dict[str, Any]:
     """Size and hash of a file as it is. algorithm: of HASHES. Raises OSError where it cannot be read."""
     computed = HASHES[algorithm]()
+    # One buffer serves all reads, and nothing is copied.
     part = memoryview(bytearray(READ_BYTES))
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(part):
+        while True:
+            count = file.readinto(part)
+            if not count:
+                break
             computed.update(part[:count])
         size = os.fstat(file.fileno()).st_size
     return {"bytes": size, algorithm: computed.hexdigest()}
@@ -112,6 +138,7 @@ def read_marker(folder: Path) -> Marker:
     """The marker of a checkpoint. Raises CheckpointError where it is missing or damaged."""
     try:
         marker = json.loads((folder / MARKER).read_bytes())
+        # The marker holds a hash of itself, without this entry.
         if marker.pop("sha256") != digest(marker):
             raise ValueError("it is damaged (SHA-256 differs)")
         return marker
@@ -127,12 +154,14 @@ def read_losses(folders: Iterable[Path]) -> dict[Path, float]:
     for folder in folders:
         with contextlib.suppress(CheckpointError):
             loss = read_marker(folder)["val_loss"]
-            losses[folder] = math.inf if loss is None or not math.isfinite(loss) else loss
+            is_comparable = loss is not None and math.isfinite(loss)
+            losses[folder] = loss if is_comparable else math.inf
     return losses
 
 
 def config_of(marker: Marker, where: str) -> Config:
     """The Config that a checkpoint was trained with. Raises UsageError, beginning with `where`, for none."""
+    # The settings hold the name of their config too.
     settings = dict(marker["config"] or {})
     return check_config(settings, str(settings.pop("config", "")), where)
 
@@ -145,6 +174,7 @@ def verify(folder: Path) -> Marker:
     marker = read_marker(folder)
     for name, written in marker["files"].items():
         check_content(folder, name, written)
+    # Files that nobody wrote for this checkpoint are no part of it.
     refuse_unlisted(folder, marker)
     return marker
 
@@ -190,8 +220,11 @@ def verify_together(folder: Path) -> Marker:
         check_sizes(folder, marker)
         return marker
 
+    # Rank 0 reads the marker; the sizes are cheap, and the hashes are shared out.
     marker = comm.on_main(marker_of_files)
-    share = list(marker["files"].items())[comm.rank() :: comm.world_size()]
+    files = list(marker["files"].items())
+    share = files[comm.rank() :: comm.world_size()]
+    # Every rank raises the same error, the first one.
     for error in comm.gather(damage_of(folder, share)):
         if error is not None:
             raise error
@@ -199,7 +232,10 @@ def verify_together(folder: Path) -> Marker:
     return marker
 
 
-def damage_of(folder: Path, files: Iterable[tuple[str, dict[str, Any]]]) -> CheckpointError | UsageError | None:
+def damage_of(
+    folder: Path,
+    files: Iterable[tuple[str, dict[str, Any]]],
+) -> CheckpointError | UsageError | None:
     """The first thing that is wrong with some files, (name, as written) each, that rank 0 sees; None if all is well."""
     for name, written in files:
         if not (folder / name).exists():  # no damage: another checkpoint, or none, would be taken for the newest

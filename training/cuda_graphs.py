@@ -24,8 +24,10 @@ DDP_WARMUP_STEPS = 11  # DistributedDataParallel times its first ten steps, whic
 def check_capture(config: Config, device: torch.device, model: nn.Module) -> None:
     """Raise UsageError, naming the options, where a step on the ranks of this run cannot become a CUDA graph."""
     tp = comm.get_size("tp") > 1
-    dropout = config.dropout or any(isinstance(m, _DropoutNd) and m.p for m in model.modules())
+    drops = [module for module in model.modules() if isinstance(module, _DropoutNd) and module.p]
+    dropout = config.dropout or bool(drops)
     sharded = config.data_parallel != "ddp" and comm.get_size("grad_reduce") > 1
+    # Each entry has a condition, and the end of the sentence that refuses it.
     refused = [
         (device.type != "cuda", f"needs a GPU with CUDA or ROCm; this run is on {device}"),
         (
@@ -67,9 +69,13 @@ class CapturedStep:
     def __call__(self, step: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Run the step, always the same, on `inputs`; returns the tensor that it returns."""
         if self.inputs is None:
-            self.inputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
+            self.inputs = []
+            for x in inputs:
+                self.inputs.append(torch.empty(x.shape, dtype=x.dtype, device=x.device))
+        # The graph reads from where it was captured, so the batch is copied there.
         for static, x in zip(self.inputs, inputs, strict=True):
             static.copy_(x)
+        # The first steps run as they are, on the stream of the capture.
         if self.warmup_left:
             self.warmup_left -= 1
             with on_capture_stream(), without_host_draws():
@@ -81,6 +87,7 @@ class CapturedStep:
             named = reported_as_usage_error(RuntimeError, "--enable_cuda_graphs: this step cannot be captured")
             with without_host_draws(), named, recording:
                 self.output = step(*self.inputs)
+        # A capture computes nothing, so the first graph is replayed too.
         self.graph.replay()
         return self.output.clone()  # the next replay writes over it
 

@@ -38,6 +38,7 @@ class Iteration:
         try:
             return self.next_batch()
         except ConnectionLostError as error:
+            # __exit__ tells this error from one that the step raises.
             self.lost_data = error
             raise
 
@@ -46,9 +47,16 @@ class Iteration:
         self.step_range.close()
         self.after_step(output)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: object,
+    ) -> bool:
         self.step_range.close()
+        # Any other error goes on to whoever runs the loop.
         if self.lost_data is None or error is not self.lost_data:
             return False
+        # The run saves and stops; the block ends as if nothing had happened.
         self.stop_without_data(self.lost_data)
         return True

@@ -76,6 +76,7 @@ class Loggers(Logger):
         try:
             yield
         except logger.errors as error:
+            # The others go on without it.
             self.open = [other for other in self.open if other is not logger]
             why = getattr(error, "strerror", None) or first_line(error)
             messages.warning("%s cannot be written from here on: %s", logger.name, why)
@@ -93,9 +94,11 @@ class TensorBoard(Logger):
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and rank 0 alone writes
 
         self.writer = SummaryWriter(folder, purge_step=purge_step)
+        # This page of TensorBoard draws several curves in one chart.
         if charts:
             self.writer.add_custom_scalars(charts)
-        self.usual_hook, threading.excepthook = threading.excepthook, self._of_thread
+        self.usual_hook = threading.excepthook
+        threading.excepthook = self._of_thread
 
     def _of_thread(self, args):
         """It writes in a thread, whose traceback nobody needs: the next call meets the same error."""
@@ -120,7 +123,8 @@ class TensorBoard(Logger):
 
 def finite(values: Values) -> dict[str, float]:
     """Those values that are finite numbers."""
-    return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+    known = {name: value for name, value in values.items() if value is not None}
+    return {name: value for name, value in known.items() if math.isfinite(value)}
 
 
 def check_tracker(config: Config) -> None:
@@ -147,7 +151,9 @@ class MetricsFile(Logger):
         for path in folder.glob(FILE_NAME.format("*")):  # of more ranks, maybe, than there are now
             number = path.stem.removeprefix("metrics-rank")
             if number.isdecimal() and int(number) % comm.world_size() == comm.rank():
-                lines = [json.dumps(record) + "\n" for record in read_metrics(path) if record["iteration"] <= iteration]
+                # What a resumed run does again is written again.
+                kept = [record for record in read_metrics(path) if record["iteration"] <= iteration]
+                lines = [json.dumps(record) + "\n" for record in kept]
                 with whole_file(path) as part:
                     part.write_text("".join(lines))
         self.device = device
@@ -155,9 +161,16 @@ class MetricsFile(Logger):
 
     def log(self, values: Values, iteration: int, figures: Figures | None = None) -> None:
         """Write a line."""
+        # Numbers that are not finite become null.
         numbers = dict.fromkeys(values) | finite(values)
-        record = {"iteration": iteration, "time": time.time(), "device": self.device, **numbers}
-        line, before = json.dumps(record).encode() + b"\n", self.file.tell()
+        record = {
+            "iteration": iteration,
+            "time": time.time(),
+            "device": self.device,
+            **numbers,
+        }
+        line = json.dumps(record).encode() + b"\n"
+        before = self.file.tell()
         if self.file.write(line) < len(line):  # the disk is full: no part of a line stays
             self.file.truncate(before)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -187,26 +200,41 @@ class MLflow(Logger):
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
-        self.errors, self.metric = (OSError, MlflowException), Metric
-        runs, server = folder.parents[1].absolute(), os.environ.get("MLFLOW_TRACKING_URI")
-        client = self.client = MlflowClient(server or f"sqlite:///{runs}/mlflow.db")
+        self.errors = (OSError, MlflowException)
+        self.metric = Metric
+        runs = folder.parents[1].absolute()
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        client = MlflowClient(server or f"sqlite:///{runs}/mlflow.db")
+        self.client = client
 
         def new() -> str:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
             known = client.get_experiment_by_name(name)
-            place = None if server else (runs / "mlartifacts").as_uri()
-            experiment = known.experiment_id if known else client.create_experiment(name, place)
-            run = client.create_run(experiment, run_name=f"{config.config}/{config.run_num}").info.run_id
-            client.log_batch(run, params=[Param(key, str(value)[:500]) for key, value in config.model_dump().items()])
+            if known:
+                experiment = known.experiment_id
+            else:
+                # A server has a place of its own for the files of runs.
+                place = None if server else (runs / "mlartifacts").as_uri()
+                experiment = client.create_experiment(name, place)
+            created = client.create_run(experiment, run_name=f"{config.config}/{config.run_num}")
+            run = created.info.run_id
+            # Long values are cut, since MLflow bounds their length.
+            settings = config.model_dump().items()
+            params = [Param(key, str(value)[:500]) for key, value in settings]
+            client.log_batch(run, params=params)
             return run
 
+        # A resumed run goes on in the same record.
         self.run = known_id(folder, "mlflow", new)
         client.update_run(self.run, "RUNNING")
 
     def log(self, values: Values, iteration: int, figures: Figures | None = None) -> None:
         """Hand numbers to a thread of MLflow, which training does not wait for; store pictures over those before."""
+        # MLflow takes milliseconds.
         now = int(time.time() * 1000)
-        metrics = [self.metric(name, value, now, iteration) for name, value in finite(values).items()]
+        metrics = []
+        for name, value in finite(values).items():
+            metrics.append(self.metric(name, value, now, iteration))
         self.client.log_batch(self.run, metrics=metrics, synchronous=False)
         for name, figure in (figures or {}).items():
             self.client.log_figure(self.run, figure, f"{name}.png")
@@ -222,19 +250,26 @@ class WandB(Logger):
     name = "the run of Weights & Biases"
 
     def __init__(self, folder: Path, config: Config):
+        # Nothing is sent unless somebody asks for it.
         os.environ.setdefault("WANDB_MODE", "offline")
         import wandb
 
-        self.errors, self.image = (OSError, wandb.Error), wandb.Image
+        self.errors = (OSError, wandb.Error)
+        self.image = wandb.Image
         self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT), name=f"{config.config}/{config.run_num}", dir=folder,
-            id=known_id(folder, "wandb", lambda: secrets.token_hex(4)), resume="allow", config=config.model_dump(),
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=f"{config.config}/{config.run_num}",
+            dir=folder,
+            id=known_id(folder, "wandb", lambda: secrets.token_hex(4)),
+            resume="allow",
+            config=config.model_dump(),
             settings=wandb.Settings(console="off", silent=True),
-        )  # fmt: skip
+        )
 
     def log(self, values: Values, iteration: int, figures: Figures | None = None) -> None:
         """Hand it to the process of Weights & Biases."""
-        pictures = {name: self.image(figure) for name, figure in (figures or {}).items()}
+        figures = figures or {}
+        pictures = {name: self.image(figure) for name, figure in figures.items()}
         self.run.log({**finite(values), **pictures}, step=iteration)
 
     def close(self) -> None:

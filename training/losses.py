@@ -24,16 +24,25 @@ def relative_l2(prediction: Tensor, target: Tensor, image_group: dist.ProcessGro
     operators and of FourCastNet (Li et al. 2021, arXiv:2010.08895; Pathak et al. 2022, arXiv:2202.11214).
     image_group: process group whose ranks each hold a part of the images; norms are of whole images.
     """
-    prediction, target = at_least_float32(prediction), at_least_float32(target)
+    prediction = at_least_float32(prediction)
+    target = at_least_float32(target)
     if isinstance(prediction, ShardTensor):
-        squares = torch.stack([x.square().flatten(1).sum(1) for x in (prediction - target, target)])
-        error, size = squares.clamp(min=torch.finfo(squares.dtype).tiny).sqrt().unbind()  # one all-reduce of (2, B)
+        squared_error = (prediction - target).square().flatten(1).sum(1)
+        squared_size = target.square().flatten(1).sum(1)
+        squares = torch.stack([squared_error, squared_size])  # (2, B): one all-reduce adds up both
+        tiny = torch.finfo(squares.dtype).tiny
+        error, size = squares.clamp(min=tiny).sqrt().unbind()
         return error / size
-    prediction, target = prediction.flatten(1), target.flatten(1)
+
+    prediction = prediction.flatten(1)  # (B, C h w)
+    target = target.flatten(1)
+    # Each rank holds a part of the images: the norms of the whole ones need an all-reduce.
     if image_group is not None and image_group.size() > 1:
         error, size = l2_norms(prediction - target, target, group=image_group)
         return error / size
-    return torch.linalg.vector_norm(prediction - target, dim=1) / torch.linalg.vector_norm(target, dim=1)
+    error = torch.linalg.vector_norm(prediction - target, dim=1)
+    size = torch.linalg.vector_norm(target, dim=1)
+    return error / size
 
 
 def weighted_squared_error(
@@ -44,7 +53,8 @@ def weighted_squared_error(
     weights: (C, h, 1), see loss_weights. image_group: as for relative_l2; the weights are then those of this
     rank's rows, and one all-reduce of B numbers adds up the parts.
     """
-    errors = ((at_least_float32(prediction) - at_least_float32(target)).square() * weights).flatten(1).sum(1)
+    errors = (at_least_float32(prediction) - at_least_float32(target)).square() * weights  # (B, C, h, w)
+    errors = errors.flatten(1).sum(1)  # (B,), of this rank's part
     return sum_over_ranks(errors, as_group(image_group))
 
 
@@ -55,19 +65,34 @@ def loss_weights(config: Config, names: Sequence[str], latitude: np.ndarray) -> 
     pressure levels as their pressure, with mean 1: more where more of the air is (Lam et al. 2023, GraphCast,
     arXiv:2212.12794). names: of the channels; latitude: (H,) degrees. Raises UsageError for an unknown channel.
     """
+    # The loss is of the channels that are forecast.
     names = list(names[: config.n_out_channels])
     for name in config.channel_weights:
         if name not in names:
             there = ", ".join(names)
             raise UsageError(f"{config.config}: channel_weights: no channel '{name}'{nearest(name, names)}: {there}")
+    # The weights that the config gives by name come last, since they hold for any channel.
     by_name = dict.fromkeys(names, 1.0)
     if config.pressure_weights:
-        levels = {name: level for name in names if (level := channel_key(name)[1])}
-        by_name |= {name: level * len(levels) / sum(levels.values()) for name, level in levels.items()}
+        by_name |= _weights_by_pressure(names)
     by_name |= config.channel_weights
+    # In the order of the channels, (C,).
     weights = np.array([by_name[name] for name in names])
     if not weights.sum() > 0:
         raise UsageError(f"{config.config}: channel_weights: all channels weigh nothing")
+    # Rows weigh as their area, (H,).
     rows = latitude_weights(latitude)
-    whole = weights[:, None] / weights.sum() * rows / rows.sum() / config.img_size[1]
+    columns = config.img_size[1]
+    whole = weights[:, None] / weights.sum() * rows / rows.sum() / columns  # (C, H)
     return torch.from_numpy(whole.astype(np.float32))[..., None]
+
+
+def _weights_by_pressure(names: Sequence[str]) -> dict[str, float]:
+    """{name: weight} of the channels on pressure levels, with mean 1."""
+    levels = {}
+    for name in names:
+        _, level = channel_key(name)
+        if level:
+            levels[name] = level
+    total = sum(levels.values())
+    return {name: level * len(levels) / total for name, level in levels.items()}

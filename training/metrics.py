@@ -21,8 +21,12 @@ def latitude_weights(latitude: np.ndarray) -> np.ndarray:
     """
     latitude = np.asarray(latitude, dtype=np.float64)
     middle = (latitude[1:] + latitude[:-1]) / 2
-    bounds = np.concatenate([[2 * latitude[0] - middle[0]], middle, [2 * latitude[-1] - middle[-1]]])
-    area = np.abs(np.diff(np.sin(np.deg2rad(bounds.clip(-90, 90)))))
+    first = 2 * latitude[0] - middle[0]
+    last = 2 * latitude[-1] - middle[-1]
+    bounds = np.concatenate([[first], middle, [last]])  # (H + 1,)
+    # The area between two circles of latitude grows with the difference of their sines.
+    sines = np.sin(np.deg2rad(bounds.clip(-90, 90)))
+    area = np.abs(np.diff(sines))
     return area / area.mean()
 
 
@@ -35,25 +39,39 @@ class ForecastMetrics:
 
     def __init__(self, latitude: np.ndarray, stds: Tensor, climatology: Tensor):
         weights = torch.from_numpy(latitude_weights(latitude)).to(torch.float32)
-        self.weights = (weights / (len(weights) * climatology.shape[-1]))[:, None].to(climatology.device)  # sums to 1
-        self.stds, self.climatology = stds.flatten().cpu(), climatology
+        points = len(weights) * climatology.shape[-1]
+        # The weights of all points add up to 1.
+        self.weights = (weights / points)[:, None].to(climatology.device)  # (H, 1)
+        self.stds = stds.flatten().cpu()  # (C,)
+        self.climatology = climatology
         self.squared_errors: list[Tensor] = []  # of each batch, (B, C)
-        self.correlations: list[Tensor] = []
+        self.correlations: list[Tensor] = []  # of each batch, (B, C)
 
     @torch.no_grad()
     def update(self, forecast: Tensor, target: Tensor) -> None:
         """Add the errors of a batch. forecast, target: (B, C, H, W), normalised."""
-        forecast, target = forecast.float(), target.float()
-        self.squared_errors.append(self._mean((forecast - target).square()))
-        forecast, target = forecast - self.climatology, target - self.climatology
-        norm = (self._mean(forecast.square()) * self._mean(target.square())).sqrt()
+        forecast = forecast.float()
+        target = target.float()
+        squared_error = self._mean((forecast - target).square())  # (B, C)
+        self.squared_errors.append(squared_error)
+
+        # ACC is the correlation of the anomalies, the differences from the climatology.
+        forecast = forecast - self.climatology
+        target = target - self.climatology
+        covariance = self._mean(forecast * target)  # (B, C)
+        variances = self._mean(forecast.square()) * self._mean(target.square())
+        norm = variances.sqrt()
         # A forecast without anomaly (climatology itself) correlates with nothing: 0.
-        self.correlations.append(self._mean(forecast * target) / norm.clamp_min(torch.finfo(norm.dtype).tiny))
+        tiny = torch.finfo(norm.dtype).tiny
+        self.correlations.append(covariance / norm.clamp_min(tiny))
 
     def compute(self) -> tuple[Tensor, Tensor]:
         """RMSE in physical units and ACC, each (C,), over all samples of all ranks."""
-        rmse = comm.global_mean(torch.cat(self.squared_errors)).cpu().sqrt() * self.stds.double()
-        return rmse, comm.global_mean(torch.cat(self.correlations)).cpu()
+        squared_error = comm.global_mean(torch.cat(self.squared_errors)).cpu()
+        rmse = squared_error.sqrt() * self.stds.double()
+        acc = comm.global_mean(torch.cat(self.correlations)).cpu()
+        return rmse, acc
 
     def _mean(self, values: Tensor) -> Tensor:
+        """Mean over the points, by area: (B, C, H, W) -> (B, C)."""
         return (values * self.weights).sum((-2, -1))

@@ -40,7 +40,12 @@ from utils.schema import Config
 
 Build = Callable[[], nn.Module]
 # (device, samples) with which a look at a model is tried.
-ATTEMPTS = (("meta", 1), ("meta", 2), ("cpu", 1), ("cpu", 2))
+ATTEMPTS = (
+    ("meta", 1),
+    ("meta", 2),
+    ("cpu", 1),
+    ("cpu", 2),
+)
 
 
 def build_model(config: Config, device: torch.device | str = "meta") -> nn.Module:
@@ -50,9 +55,11 @@ def build_model(config: Config, device: torch.device | str = "meta") -> nn.Modul
     model, for arguments that it does not take, and for sizes that it refuses. device: "cpu" for a model in memory, with
     its initial weights.
     """
+    # Shapes and names cost no memory on the meta device.
     model = build_on_meta(_builder(config))
     freeze(model, config)
     check_matrices(model, config)
+    # Weights that share a tensor must share it in memory too.
     if torch.device(device).type != "meta":
         with keep_ties(model):
             model.to_empty(device=device)
@@ -97,6 +104,7 @@ def check_matrices(model: nn.Module, config: Config) -> None:
 def initial_weights(config: Config) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of every parameter and buffer of the whole model, on the CPU: they depend on the seed alone."""
     build = _builder(config)
+    # Modules of our own networks draw their weights one by one; other models are built whole.
     if MODELS.get(config.model, config.model) in MODELS.values():
         yield from draw_by_module(build_on_meta(build), config.seed)
         return
@@ -120,6 +128,7 @@ def _builder(config):
         "mlp_ratio": config.mlp_ratio,
         "dropout": config.dropout,
     }
+    # A model takes of the settings what its signature names.
     named, takes_any = arguments_of(Model)
     for name in config.model_args:
         if name not in named and not takes_any:
@@ -134,7 +143,8 @@ def _builder(config):
             raise UsageError(f"{config.config}: {_in_one_line(error)}") from error
         if not isinstance(model, nn.Module):
             raise UsageError(f"{config.config}: model {config.model} makes a {type(model).__name__}, not an nn.Module")
-        if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        tensors = *model.parameters(), *model.buffers()
+        if any(is_lazy(tensor) for tensor in tensors):
             complete(model, config)
         check_registered(model, config)
         return model
@@ -145,8 +155,8 @@ def _builder(config):
 def check_registered(model: nn.Module, config: Config) -> None:
     """Raise UsageError for weights in a plain list, tuple, set or dict: no optimizer and no checkpoint sees them."""
     for place, kind, part in _unregistered(model):
-        has_weights = isinstance(part, nn.Parameter) or (isinstance(part, nn.Module) and bool(part.state_dict()))
-        if has_weights:
+        is_module_with_weights = isinstance(part, nn.Module) and bool(part.state_dict())
+        if isinstance(part, nn.Parameter) or is_module_with_weights:
             raise UsageError(
                 f"{config.config}: model {config.model}: '{place}' is a plain {kind} that holds a "
                 f"{type(part).__name__}, whose weights nothing would train or save: use nn.ModuleList, nn.ModuleDict "
@@ -156,14 +166,17 @@ def check_registered(model: nn.Module, config: Config) -> None:
 
 def _unregistered(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
     """(name of an attribute, type of its value, part of it): what modules hold that PyTorch does not know of."""
-    registered = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
+    known_parts = *model.modules(), *model.parameters(), *model.buffers()
+    registered = {id(part) for part in known_parts}
     internal = vars(nn.Module()).keys()
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if name in internal:
                 continue
             place = f"{prefix}.{name}" if prefix else name
-            for part in tree_leaves(list(value) if isinstance(value, set | frozenset) else value):
+            # torch's walk through containers does not look into sets.
+            container = list(value) if isinstance(value, set | frozenset) else value
+            for part in tree_leaves(container):
                 if id(part) not in registered:
                     yield place, type(value).__name__, part
 
@@ -175,18 +188,24 @@ def arguments_of(Model: Callable[..., Any]) -> tuple[set[str], bool]:
     """
     makers = [Model]
     if isinstance(Model, type):
-        makers = [cls for cls in Model.__mro__ if "__init__" in vars(cls) and cls not in (nn.Module, object)] or makers
+        bases = [cls for cls in Model.__mro__ if cls not in (nn.Module, object)]
+        makers = [cls for cls in bases if "__init__" in vars(cls)] or makers
     named: set[str] = set()
     for maker in makers:
         parameters = inspect.signature(maker).parameters
         kinds = {name: parameter.kind for name, parameter in parameters.items()}
-        named |= {name for name, kind in kinds.items() if kind not in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)}
+        without_name = (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)  # **kwargs and *args
+        named |= {name for name, kind in kinds.items() if kind not in without_name}
         if Parameter.VAR_KEYWORD not in kinds.values():
             return named, False
     return named, True
 
 
-def call_with(Model: Callable[..., Any], arguments: dict[str, Any], given: Collection[str]) -> Any:
+def call_with(
+    Model: Callable[..., Any],
+    arguments: dict[str, Any],
+    given: Collection[str],
+) -> Any:
     """Model(**arguments), without those that a class gives the class it inherits from itself. given: not left out."""
     try:
         return Model(**arguments)
@@ -255,6 +274,7 @@ def inspect_model(config: Config) -> ModelInfo:
     """
     image = (config.model_in_channels, *config.img_size)
     problems: dict[str, Exception] = {}
+    # The cheapest attempt comes first.
     for device, samples in ATTEMPTS:
         model = build_model(config, device)
         weights = dict(model.named_parameters())
@@ -268,19 +288,32 @@ def inspect_model(config: Config) -> ModelInfo:
         raise UsageError(
             f"{config.config}: model {config.model} fails on an input of {[1, *image]}: {_in_one_line(problem)}"
         ) from problem
+    # A weight that appears in the forward pass would never be trained.
     check_made(model, weights, config)
     check_output(output, f"{config.config}: model {config.model}")
     if not output.requires_grad:
+        frozen = f" with freeze {config.freeze}" if config.freeze else ""
         raise UsageError(
             f"{config.config}: the output of model {config.model} depends on no weight that is trained: nothing can be "
-            "learned" + (f" with freeze {config.freeze}" if config.freeze else "")
+            f"learned{frozen}"
         )
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    shape = (output.shape[0] // samples, *output.shape[1:]) if output.dim() else ()
-    return ModelInfo(shape, parameters, usage.flops // samples, points_kept_together(model), usage)
+    shape: tuple[int, ...] = ()  # of a scalar
+    if output.dim():
+        shape = (output.shape[0] // samples, *output.shape[1:])
+    return ModelInfo(
+        output_shape=shape,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        flops=usage.flops // samples,
+        kept_together=points_kept_together(model),
+        usage=usage,
+    )
 
 
-def check_made(model: nn.Module, weights: Mapping[str, nn.Parameter], config: Config) -> None:
+def check_made(
+    model: nn.Module,
+    weights: Mapping[str, nn.Parameter],
+    config: Config,
+) -> None:
     """Raise UsageError where a forward pass has made a weight. weights: those that the model had before it, by name."""
     for name, parameter in model.named_parameters():
         if parameter is not weights.get(name):
@@ -294,6 +327,7 @@ def _in_one_line(error):
     """Describe an error in a user's model and its place; a ValueError or TypeError only by its words."""
     if isinstance(error, ValueError | TypeError | ImportError | AttributeError):
         return first_line(error)
+    # The place in the user's code says more than the words alone.
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {first_line(error)} ({last.filename}, line {last.lineno})"
 
@@ -309,6 +343,7 @@ def build_on_meta(build: Build) -> nn.Module:
         # Tensors that no state_dict names, and to(device) does not move.
         if not any(isinstance(part, Tensor) for _, _, part in _unregistered(model)):
             return model
+    # Its numbers do not matter: only shapes and names are kept.
     model = build_whole(build, 0)
     with keep_ties(model):
         return model.to("meta")
@@ -326,14 +361,20 @@ def draw_by_module(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules():
         if not _own_tensors(module):
             continue
+        # A copy of the module alone gets memory, and is forgotten when its tensors have been handed on.
         alone = copy.copy(module)
-        alone._parameters, alone._buffers = dict(module._parameters), dict(module._buffers)
+        alone._parameters = dict(module._parameters)
+        alone._buffers = dict(module._buffers)
         alone.to_empty(device="cpu", recurse=False)  # its children stay on the meta device
+        # Every module has a seed of its own, so that its weights do not depend on the modules before it.
+        digest = hashlib.sha256(f"{seed} {prefix}".encode()).digest()
+        module_seed = int.from_bytes(digest[:8], "little")
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {prefix}".encode()).digest()[:8], "little"))
+            torch.manual_seed(module_seed)
             alone.reset_parameters()  # type: ignore[operator]  # one of its tensors, as far as mypy knows
         for name, value in _own_tensors(alone).items():
-            yield f"{prefix}.{name}" if prefix else name, value.detach()
+            full_name = f"{prefix}.{name}" if prefix else name
+            yield full_name, value.detach()
 
 
 def _own_tensors(module):

@@ -23,6 +23,7 @@ def later_names(model: nn.Module) -> dict[str, str]:
     firsts: dict[Any, str] = {}
     later: dict[str, str] = {}
     for identity, name in _identities(model):
+        # Whoever comes first gives the name.
         first = firsts.setdefault(identity, name)
         if first != name:
             later[name] = first
@@ -38,6 +39,7 @@ def _identities(model: nn.Module) -> Iterator[tuple[Any, str]]:
         before = f"{prefix}." if prefix else ""
         for attribute, parameter in module._parameters.items():
             yield id(parameter), before + attribute
+        # A buffer is known by its module and attribute, an extra state too.
         for attribute in (*module._buffers, EXTRA_STATE):
             yield (id(module), attribute), before + attribute
 
@@ -48,14 +50,17 @@ def collect_weights(model: nn.Module) -> dict[str, Tensor]:
     The tensors are the model's own, except for those in another memory format (channels last) and for buffers that are
     views: these are copies.
     """
-    later, weights = later_names(model), dict[str, Tensor]()
+    later = later_names(model)
+    weights: dict[str, Tensor] = {}
     seen = set[int]()  # memory that belongs to a buffer already
     buffers = {name for name, _ in model.named_buffers()}
     for name, value in model.state_dict().items():
         if name in later or not isinstance(value, Tensor):
             continue
-        weights[name] = value.contiguous() if value.layout == torch.strided else value
-        if name in buffers and type(value) is Tensor and value.layout == torch.strided:
+        is_strided = value.layout == torch.strided
+        weights[name] = value.contiguous() if is_strided else value
+        # A buffer may be a view, or share its memory with another one.
+        if name in buffers and type(value) is Tensor and is_strided:
             weights[name] = _in_own_memory(weights[name], seen)
     return weights
 
@@ -73,10 +78,12 @@ def collect_extra(model: nn.Module) -> dict[str, Any]:
 
     Raises UsageError for one that it cannot.
     """
-    later, extra = later_names(model), dict[str, Any]()
+    later = later_names(model)
+    extra: dict[str, Any] = {}
     for name, value in model.state_dict().items():
         if name in later or isinstance(value, Tensor):
             continue
+        # The marker of a checkpoint is JSON.
         if not _survives_json(value):
             raise UsageError(
                 f"the model's state '{name}' is a {type(value).__name__} that no checkpoint can hold: let "
@@ -95,17 +102,30 @@ def _survives_json(value):
     return json.loads(text) == value
 
 
-def restore_weights(model: nn.Module, weights: dict[str, Any], extra: dict[str, Any]) -> None:
+def restore_weights(
+    model: nn.Module,
+    weights: dict[str, Any],
+    extra: dict[str, Any],
+) -> None:
     """Put back what `collect_weights` and `collect_extra` have given. Raises RuntimeError where names do not fit."""
+    # What is stored once is loaded under every name.
     held = weights | extra
     later = later_names(model)
-    state = {name: held[later.get(name, name)] for name in model.state_dict() if later.get(name, name) in held}
+    state = {}
+    for name in model.state_dict():
+        first_name = later.get(name, name)
+        if first_name in held:
+            state[name] = held[first_name]
     model.load_state_dict(state)
 
 
 def described(weights: dict[str, Tensor]) -> dict[str, str]:
     """{name: shape and type} of the tensors of `collect_weights`."""
-    return {name: f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}" for name, value in weights.items()}
+    descriptions = {}
+    for name, value in weights.items():
+        dtype = str(value.dtype).removeprefix("torch.")
+        descriptions[name] = f"{list(value.shape)} {dtype}"
+    return descriptions
 
 
 def check_unchanged(before: dict[str, str], now: dict[str, str]) -> None:
@@ -115,7 +135,8 @@ def check_unchanged(before: dict[str, str], now: dict[str, str]) -> None:
     """
     for name in sorted(before | now):
         if before.get(name) != now.get(name):
-            was, became = (known.get(name, "not there") for known in (before, now))
+            was = before.get(name, "not there")
+            became = now.get(name, "not there")
             raise UsageError(
                 f"the model's state '{name}' was {was} before the first step and is {became} now, so a checkpoint "
                 "could not be read back: make it in __init__ as it will be; a buffer with persistent=False is left out"

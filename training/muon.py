@@ -18,7 +18,9 @@ from distributed.whole_matrices import Cuts, on_whole_matrices
 from utils.sharded import is_dtensor
 
 # The polynomial of an iteration, a x + b x^3 + c x^5 of the singular values, and how often it is applied.
-LINEAR, CUBIC, QUINTIC = 3.4445, -4.7750, 2.0315
+LINEAR = 3.4445
+CUBIC = -4.7750
+QUINTIC = 2.0315
 ITERATIONS = 5
 LEAST_NORM = 1e-7
 # An orthogonal matrix of R x C has numbers of 1/sqrt(max(R, C)), a step of Adam has 0.2 to 0.4: with this factor both
@@ -51,15 +53,21 @@ class Muon(Optimizer):
         device: torch.device,
         adam: Mapping[str, Any],
     ):
+        # AdamW trains the other groups, and keeps its state beside ours.
         others = [group for group in groups if not group["muon"]]
         self.adam = AdamW(others or [{"params": []}], lr=lr, **adam)
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+        # One state for both, so that a checkpoint finds all of it in one place.
         self.adam.state = self.state
-        self.matrices, self.momentum, self.dtype, self.device = matrices, momentum, dtype, device
+        self.matrices = matrices
+        self.momentum = momentum
+        self.dtype = dtype
+        self.device = device
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient; ranks that share matrices do so together."""
+        # The two optimizers hold different weights, so their order does not matter.
         self.adam.step()
         updated: list[tuple[nn.Parameter, dict[str, Any]]] = []
         directions: list[Tensor] = []
@@ -67,17 +75,21 @@ class Muon(Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                gradient, momentum = part(parameter.grad), part(self.momentum_of(parameter))
+                gradient = part(parameter.grad)
+                momentum = part(self.momentum_of(parameter))
+                # momentum = m momentum + (1 - m) gradient, and Nesterov's look ahead from there.
                 momentum.lerp_(gradient, 1 - self.momentum)
                 direction = gradient.lerp(momentum, self.momentum)
                 directions.append(direction.to(self.device, self.dtype))
                 updated.append((parameter, group))
+        # Pieces are put together, made orthogonal, and cut again.
         cuts = [self.matrices[parameter].cuts for parameter, _ in updated]
         results = on_whole_matrices(directions, cuts, orthogonalize)
         for (parameter, group), result in zip(updated, results, strict=True):
             lr = group["lr"]
             size = SIZE_OF_ADAM * math.sqrt(max(self.matrices[parameter].shape))
             weight = part(parameter)
+            # Decay is decoupled from the direction, as in AdamW.
             weight.mul_(1 - lr * group["weight_decay"])
             weight.add_(result.to(weight.device), alpha=-lr * size)
 
@@ -112,6 +124,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     """
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix  # (m, n), m <= n
+    # All singular values are at most 1 now, where the iteration converges.
     x = x / x.norm().clamp(min=LEAST_NORM)
     for _ in range(ITERATIONS):
         gram = x @ x.T  # (m, m)

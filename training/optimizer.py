@@ -23,10 +23,16 @@ DECAY_OF_ADAMW = 0.01  # torch's own
 
 def build_optimizer(config: Config, parallel: ParallelModel, device: torch.device) -> Optimizer:
     """Adam, AdamW or Muon, as the config says. If fused, one kernel updates all parameters of Adam."""
-    captured, peak = config.enable_cuda_graphs, peak_learning_rate(config)  # a CUDA graph reads the rate on the device
+    captured = config.enable_cuda_graphs
+    peak = peak_learning_rate(config)
+    # A CUDA graph reads the rate on the device.
     lr = torch.tensor(peak, device=device) if captured else peak
-    fused = config.enable_fused or None  # None: torch's own choice, one kernel for each operation (foreach)
-    options: dict[str, Any] = {"betas": tuple(config.betas), "fused": fused, "capturable": captured}
+    options: dict[str, Any] = {
+        "betas": tuple(config.betas),
+        "fused": config.enable_fused or None,  # None: torch's own choice, one kernel for each operation (foreach)
+        "capturable": captured,
+    }
+    # Names and shapes decide what decays, and what Muon trains.
     roles = weight_roles(parallel.model, parallel.split, config.muon_weights)
     groups = parameter_groups(config, roles)
     if config.optimizer == "Muon":
@@ -35,25 +41,41 @@ def build_optimizer(config: Config, parallel: ParallelModel, device: torch.devic
         # With a decay Adam is AdamW: the decay is decoupled from the moments.
         name = "AdamW" if config.weight_decay else config.optimizer
         build = partial(getattr(torch.optim, name), **options)
+    # ZeRO-1: every rank keeps the moments of its share of the parameters.
     if config.data_parallel == "zero1" and comm.get_size("grad_reduce") > 1:
         return build_zero1_optimizer(build, groups, lr=lr)
     return build(groups, lr=lr)
 
 
 def muon_builder(
-    config: Config, parallel: ParallelModel, roles: Iterable[Role], device: torch.device, adam: dict[str, Any]
+    config: Config,
+    parallel: ParallelModel,
+    roles: Iterable[Role],
+    device: torch.device,
+    adam: dict[str, Any],
 ) -> Callable[..., Optimizer]:
     """Muon, to be called with groups and lr. With mixed precision its products of matrices are in bfloat16."""
+    # Muon must know of which whole matrix a parameter is a part.
     matrices = {}
     for role in roles:
         if role.is_hidden:
             cuts = cuts_of(role.parameter, parallel.split.dims.get(role.name))
             matrices[role.parameter] = MatrixPart(role.shape, cuts)
     dtype = None if config.amp_mode == "none" else torch.bfloat16
-    return partial(Muon, matrices=matrices, momentum=config.muon_momentum, dtype=dtype, device=device, adam=adam)
+    return partial(
+        Muon,
+        matrices=matrices,
+        momentum=config.muon_momentum,
+        dtype=dtype,
+        device=device,
+        adam=adam,
+    )
 
 
-def parameter_groups(config: Config, roles: Iterable[Role]) -> list[dict[str, Any]]:
+def parameter_groups(
+    config: Config,
+    roles: Iterable[Role],
+) -> list[dict[str, Any]]:
     """One group for each kind of parameter, each with its weight decay, and whether Muon trains it.
 
     Fused kernels do not take DTensors and plain tensors together.
@@ -87,8 +109,10 @@ def peak_learning_rate(config: Config) -> float:
     linear: Goyal et al. 2017 (arXiv:1706.02677), for SGD; sqrt: Krizhevsky 2014 (arXiv:1404.5997), Malladi et al. 2022
     (arXiv:2205.10287) for Adam.
     """
-    ratio = config.global_batch_size / (config.base_batch_size or config.global_batch_size)
-    return config.lr * {"none": 1, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
+    base = config.base_batch_size or config.global_batch_size
+    ratio = config.global_batch_size / base
+    factors = {"none": 1, "linear": ratio, "sqrt": math.sqrt(ratio)}
+    return config.lr * factors[config.lr_scaling]
 
 
 def learning_rate(config: Config, iteration: int) -> float:
@@ -97,7 +121,9 @@ def learning_rate(config: Config, iteration: int) -> float:
     A function of the iteration alone, so that a resumed run needs no state for it. Cosine: Loshchilov and Hutter
     2017 (arXiv:1608.03983), without restarts.
     """
-    peak, warmup = peak_learning_rate(config), min(config.warmup, config.num_iters // 2)
+    peak = peak_learning_rate(config)
+    warmup = min(config.warmup, config.num_iters // 2)
+    # The rate rises in equal steps from peak / warmup.
     if iteration < warmup:
         return peak * (iteration + 1) / warmup
     if config.lr_schedule == "constant":
@@ -109,6 +135,7 @@ def learning_rate(config: Config, iteration: int) -> float:
 def set_learning_rate(optimizer: Optimizer, value: float) -> None:
     """Set the learning rate of every group; in place where it is a tensor, which a CUDA graph reads."""
     for group in optimizer.param_groups:
+        # A CUDA graph reads the rate where it was captured.
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(value)
         else:

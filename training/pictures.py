@@ -21,13 +21,19 @@ from weather.grid import Grid
 
 matplotlib.use("Agg")
 FRAMES_PER_SECOND = 4
-FIELD, ERROR = "viridis", "RdBu_r"  # colour maps
+FIELD = "viridis"  # the colour map of fields
+ERROR = "RdBu_r"  # the colour map of their errors, white at zero
 Style = dict[str, Any]  # options of imshow
 Skill = Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]  # {score: {forecast: {channel: value by lead time}}}
 
 
 def lead_time_figure(
-    truth: np.ndarray, forecast: np.ndarray, leads: Sequence[int], grid: Grid, title: str, units: str
+    truth: np.ndarray,
+    forecast: np.ndarray,
+    leads: Sequence[int],
+    grid: Grid,
+    title: str,
+    units: str,
 ) -> Figure:
     """Truth, forecast and error of one channel, a row of maps for each lead time.
 
@@ -58,11 +64,13 @@ def animate(
     writer = PillowWriter(fps=FRAMES_PER_SECOND)
     with writer.saving(figure, path, dpi=figure.dpi):
         for lead, true, predicted in zip(leads, truth, forecast, strict=True):
-            for image, field in zip(images, (true, predicted, predicted - true), strict=True):
+            fields = true, predicted, predicted - true
+            for image, field in zip(images, fields, strict=True):
                 image.set_data(northern_first(field, grid))
             heading.set_text(title(lead))
             writer.grab_frame()
-            figure.set_layout_engine("none")  # arranged in the first frame: the maps must not move
+            # The first frame has arranged the maps, and they must not move afterwards.
+            figure.set_layout_engine("none")
 
 
 def _rows_of_maps(truth, forecast, count, grid, title, units):
@@ -72,32 +80,49 @@ def _rows_of_maps(truth, forecast, count, grid, title, units):
     panels = figure.subplots(count, 3, sharex=True, sharey=True, squeeze=False)
     rows = []
     for row, true, predicted in zip(panels, truth[:count], forecast[:count], strict=True):
-        fields = (true, shared), (predicted, shared), (predicted - true, symmetric)
-        rows.append([draw_map(axes, field, grid, style) for axes, (field, style) in zip(row, fields, strict=True)])
+        truth_axes, forecast_axes, error_axes = row
+        images = [
+            draw_map(truth_axes, true, grid, shared),
+            draw_map(forecast_axes, predicted, grid, shared),
+            draw_map(error_axes, predicted - true, grid, symmetric),
+        ]
+        rows.append(images)
     for axes, name in zip(panels[0], ("truth", "forecast", "error"), strict=True):
         axes.set_title(name)
-    figure.colorbar(rows[-1][1], ax=panels[:, :2], label=units, pad=0.01)
-    figure.colorbar(rows[-1][2], ax=panels[:, 2], label=units, pad=0.01)
+    # One scale for truth and forecast of all rows, and one for the errors.
+    _, forecast_image, error_image = rows[-1]
+    figure.colorbar(forecast_image, ax=panels[:, :2], label=units, pad=0.01)
+    figure.colorbar(error_image, ax=panels[:, 2], label=units, pad=0.01)
     figure.supxlabel("longitude (degrees east)", fontsize="medium")
     figure.supylabel("latitude (degrees north)", fontsize="medium")
     return figure, rows, figure.suptitle(title)
 
 
-def skill_figure(skill: Skill, channels: Sequence[str], units: Mapping[str, str], leads: Sequence[int]) -> Figure:
+def skill_figure(
+    skill: Skill,
+    channels: Sequence[str],
+    units: Mapping[str, str],
+    leads: Sequence[int],
+) -> Figure:
     """RMSE and ACC by lead time, a column for each channel, a curve for each forecast.
 
     skill: {"rmse" or "acc": {forecast: {channel: values of all lead times}}}. units: {channel: units}. leads: hours.
     """
-    labels = {"rmse": lambda name: f"RMSE ({units[name]})", "acc": lambda _: "ACC"}
     figure = Figure(figsize=(3.2 * len(channels), 5.2), layout="constrained")
-    panels = figure.subplots(len(labels), len(channels), sharex=True, squeeze=False)
-    for row, (score, label) in zip(panels, labels.items(), strict=True):
+    panels = figure.subplots(2, len(channels), sharex=True, squeeze=False)
+    # Ticks are at whole days, at most about five of them.
+    hours_between_ticks = 24 * math.ceil(leads[-1] / 120)
+    for row, score in zip(panels, ("rmse", "acc"), strict=True):
         for axes, name in zip(row, channels, strict=True):
             for forecast, values in skill[score].items():
-                axes.plot(leads, np.array(values[name], dtype=float), marker=".", label=forecast)
-            axes.set(ylabel=label(name), ylim=(0, None) if score == "rmse" else (None, 1.02))
+                curve = np.array(values[name], dtype=float)
+                axes.plot(leads, curve, marker=".", label=forecast)
+            if score == "rmse":
+                axes.set(ylabel=f"RMSE ({units[name]})", ylim=(0, None))
+            else:
+                axes.set(ylabel="ACC", ylim=(None, 1.02))
             axes.grid(alpha=0.3)
-            axes.xaxis.set_major_locator(MultipleLocator(24 * math.ceil(leads[-1] / 120)))  # days
+            axes.xaxis.set_major_locator(MultipleLocator(hours_between_ticks))
     for axes, name in zip(panels[0], channels, strict=True):
         axes.set_title(name)
     panels[0][0].legend(fontsize="small")
@@ -119,8 +144,11 @@ def spectra_figure(
     panels = figure.subplots(2, len(spectra), sharex=True, squeeze=False)
     colours = colormaps["plasma"](np.linspace(0, 0.85, len(leads)))
     for (above, below), (name, power) in zip(panels.T, spectra.items(), strict=True):
-        model, truth = power["model"], power["truth"]
-        ratio = np.divide(model, truth, out=np.full_like(model, np.nan), where=truth > 0)
+        model = power["model"]  # (L, K)
+        truth = power["truth"]
+        # Where the truth has no power the ratio stays NaN, and nothing is drawn.
+        not_known = np.full_like(model, np.nan)
+        ratio = np.divide(model, truth, out=not_known, where=truth > 0)
         for i, lead in enumerate(leads):
             above.plot(wavelengths, model[i], color=colours[i], label=f"+{lead} h")
             below.plot(wavelengths, ratio[i], color=colours[i])
@@ -128,7 +156,7 @@ def spectra_figure(
         below.axhline(1, color="k", linestyle="--")
         above.set(title=name, ylabel=f"power (({units[name]})$^2$ m)", xscale="log", yscale="log")
         below.set(ylabel="model / truth", ylim=(0, 2))
-    panels[0][0].invert_xaxis()  # of all
+    panels[0][0].invert_xaxis()  # all panels share this axis
     panels[0][0].legend(fontsize="small")
     figure.supxlabel("zonal wavelength (km)", fontsize="medium")
     return figure
@@ -138,19 +166,32 @@ def colour_scales(truth: np.ndarray, error: np.ndarray) -> tuple[Style, Style]:
     """Options of imshow for fields, by the truth, and for errors, symmetric about zero."""
     low, high = np.percentile(truth, [0.5, 99.5])
     finite = error[np.isfinite(error)]
-    bound = max(float(np.abs(finite).max(initial=0)), float(np.finfo(np.float32).tiny))
-    return {"cmap": FIELD, "vmin": low, "vmax": high}, {"cmap": ERROR, "vmin": -bound, "vmax": bound}
+    largest = float(np.abs(finite).max(initial=0))
+    tiny = float(np.finfo(np.float32).tiny)
+    bound = max(largest, tiny)  # a scale of no width cannot be drawn
+    of_fields: Style = {"cmap": FIELD, "vmin": low, "vmax": high}
+    of_errors: Style = {"cmap": ERROR, "vmin": -bound, "vmax": bound}
+    return of_fields, of_errors
 
 
 def draw_map(axes: Axes, field: np.ndarray, grid: Grid, style: Style) -> AxesImage:
     """A field (H, W) on axes in degrees, with coastlines where there are any; returns the image. style: of imshow."""
+    # A point is the middle of a pixel, so the picture reaches half a step beyond the outer points.
     latitude, longitude = grid
-    step_lat, step_lon = abs(latitude[1] - latitude[0]) / 2, (longitude[1] - longitude[0]) / 2
-    west, east = longitude[0] - step_lon, longitude[-1] + step_lon
-    south, north = latitude.min() - step_lat, latitude.max() + step_lat
+    half_lat = abs(latitude[1] - latitude[0]) / 2
+    half_lon = (longitude[1] - longitude[0]) / 2
+    west = longitude[0] - half_lon
+    east = longitude[-1] + half_lon
+    south = latitude.min() - half_lat
+    north = latitude.max() + half_lat
+    extent = west, east, south, north
     rows = northern_first(field, grid)
-    image = axes.imshow(rows, extent=(west, east, south, north), aspect="auto", interpolation="nearest", **style)
-    lines = [line + (shift, 0) for line in coastlines() for shift in (0, 360)]
+    image = axes.imshow(rows, extent=extent, aspect="auto", interpolation="nearest", **style)
+
+    # Coastlines run from -180 to 180 degrees, and maps from 0 to 360: twice drawn, they cover both.
+    lines = []
+    for line in coastlines():
+        lines += [line, line + (360, 0)]
     axes.add_collection(LineCollection(lines, colors="black", linewidths=0.5), autolim=False)
     axes.set(xticks=range(0, 361, 60), yticks=range(-90, 91, 30))
     axes.set(xlim=(west, east), ylim=(south, north))
@@ -159,7 +200,8 @@ def draw_map(axes: Axes, field: np.ndarray, grid: Grid, style: Style) -> AxesIma
 
 def northern_first(field: np.ndarray, grid: Grid) -> np.ndarray:
     """The rows of a field in the order in which imshow draws them."""
-    return field if grid.latitude[0] > grid.latitude[-1] else field[::-1]
+    is_northern_first = grid.latitude[0] > grid.latitude[-1]
+    return field if is_northern_first else field[::-1]
 
 
 @cache
@@ -175,6 +217,9 @@ def coastlines() -> list[np.ndarray]:
         for folder in (config["pre_existing_data_dir"], config["data_dir"]):
             path = folder / "shapefiles/natural_earth/physical/ne_110m_coastline.shp"
             if path.is_file():
-                shapes = shapereader.Reader(path).geometries()
-                return [np.array(line.coords) for shape in shapes for line in getattr(shape, "geoms", [shape])]
+                lines = []
+                for shape in shapereader.Reader(path).geometries():
+                    parts = getattr(shape, "geoms", [shape])  # a shape of one line has no parts
+                    lines += [np.array(line.coords) for line in parts]
+                return lines
     return []

@@ -23,13 +23,15 @@ from utils.schema import Config
 log = logging.getLogger(__name__)
 
 TABLE_ROWS = 25
-ONE_TRACE, TRACE = "trace.json.gz", "trace-rank{}.json.gz"
+ONE_TRACE = "trace.json.gz"
+TRACE = "trace-rank{}.json.gz"
 UNDER_NSYS = "TRAINING_UNDER_NSYS"  # set for the process that nsys starts
 
 
 @contextmanager
 def span(name: str) -> Iterator[None]:
     """A range around a part of the step: for torch.profiler, Nsight Systems (NVTX, NVIDIA GPUs) and PhaseTimes."""
+    # torch.cuda is ROCm's too, and NVTX is NVIDIA's.
     nvtx = torch.cuda.is_available() and torch.version.cuda is not None
     times = PhaseTimes.current
     with torch.profiler.record_function(name):
@@ -61,12 +63,14 @@ def restart_under_nsys() -> None:
         )
     output = os.environ.get("PROFILE_OUTPUT", "profile")
     launch = read_launch()
+    # Ranks would write over each other's report.
     if launch.world_size > 1:
         output += f"-rank{launch.rank}"
     command = [
         nsys, "profile", "--output", output, "--force-overwrite", "true", "--trace", "cuda,nvtx",
         "--capture-range", "cudaProfilerApi", "--capture-range-end", "stop",
     ]  # fmt: skip
+    # The new process must not start nsys again.
     os.environ[UNDER_NSYS] = "1"
     os.execv(nsys, [*command, sys.executable, *sys.orig_argv[1:]])
 
@@ -87,8 +91,10 @@ class Profiler:
     """Starts and stops a recorder around the steps [profile_start, profile_start + profile_steps) of this process."""
 
     def __init__(self, config: Config, recorder: Any):
-        self.first, self.steps = config.profile_start, config.profile_steps
-        self.recorder, self.count = recorder, 0
+        self.first = config.profile_start
+        self.steps = config.profile_steps
+        self.recorder = recorder
+        self.count = 0
         self.recording = False
 
     def check(self, steps_left: int) -> None:
@@ -123,12 +129,16 @@ class TorchRecorder:
     """
 
     def __init__(self, device: torch.device, folder: Path, name: str):
-        self.device, self.folder, self.name = device, folder, name
+        self.device = device
+        self.folder = folder
+        self.name = name
 
     def start(self) -> None:
         """Begin to record."""
+        # The activities of the device, beside those of the host.
         gpu = torch.profiler.supported_activities() if self.device.type != "cpu" else ()
         activities = {torch.profiler.ProfilerActivity.CPU, *gpu}
+        # Rank 0 alone records the allocator: the stacks of all allocations are large.
         if self.device.type == "cuda" and comm.is_main():
             torch.cuda.memory._record_memory_history()
         self.profile = torch.profiler.profile(
@@ -138,6 +148,7 @@ class TorchRecorder:
 
     def stop(self) -> None:
         """Stop, and write what was recorded into the folder."""
+        # Kernels of the window may still be running.
         synchronize(self.device)
         self.profile.add_metadata_json("collectives", json.dumps(recorded_collectives()))
         self.profile.stop()

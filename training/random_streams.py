@@ -26,7 +26,9 @@ class RandomStreams:
     def __init__(self, seed: int | None = None, sequence_parallel: bool = False):
         self.device_stream = comm.dropout_stream(sequence_parallel)
         self.host_stream = comm.get_rank("dp")
+        # Ranks that share an image draw alike on the host.
         self.host = HostRandom((seed or 0) + self.host_stream)
+        # Programs that only read weights leave the generators alone.
         if seed is not None:
             torch.manual_seed(seed + self.device_stream)
             random.seed(seed + comm.rank())  # of everything but the model
@@ -35,7 +37,8 @@ class RandomStreams:
     def tensors(self) -> dict[str, Tensor]:
         """The states, each under a kind and the number of its stream."""
         states = {f"cpu{self.device_stream}": torch.get_rng_state()}
-        if device := accelerator():
+        device = accelerator()
+        if device:
             states[f"{device.type}{self.device_stream}"] = torch.get_device_module(device).get_rng_state()
         for kind, state in self.host.tensors().items():
             states[f"{kind}{self.host_stream}"] = state
@@ -47,16 +50,24 @@ class RandomStreams:
             state = states.get(f"{kind}{self.device_stream}")
             if state is not None:
                 setter(state)
-        host = {kind: states.get(f"{kind}{self.host_stream}") for kind in ("python", "numpy")}
-        self.host.restore({kind: state for kind, state in host.items() if state is not None})
+        # Python's and numpy's states belong to another stream than torch's.
+        host_states: dict[str, Tensor] = {}
+        for kind in ("python", "numpy"):
+            state = states.get(f"{kind}{self.host_stream}")
+            if state is not None:
+                host_states[kind] = state
+        self.host.restore(host_states)
 
     def _setters(self):
         setters = {"cpu": torch.set_rng_state}
-        if device := accelerator():
+        device = accelerator()
+        if device:
             setters[device.type] = torch.get_device_module(device).set_rng_state
         return setters
 
 
 def accelerator() -> torch.device | None:
     """The kind of device beside the CPU, None where there is none."""
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if not torch.accelerator.is_available():
+        return None
+    return torch.accelerator.current_accelerator()

@@ -21,13 +21,17 @@ Buffers = list[tuple[nn.Module, str, Tensor]]  # (module, attribute, value)
 
 
 def checkpointed(
-    forward: Callable[..., Any], module: nn.Module | None, inner: Callable[[], Contexts] | None = None, **options: Any
+    forward: Callable[..., Any],
+    module: nn.Module | None,
+    inner: Callable[[], Contexts] | None = None,
+    **options: Any,
 ) -> Callable[..., Any]:
     """A function that keeps only its arguments for the backward pass, where it is called a second time.
 
     module: whose buffers it may change; None inside a compiled function, whose graph changes them once. inner: makes
     further contexts of the first and the second call.
     """
+    # The second call must find the buffers of the first.
     if module is not None:
         options["context_fn"] = partial(paired_contexts, module, inner or noop_context_fn)
     elif inner is not None:
@@ -55,11 +59,13 @@ class FoundState:
     def first_call(self, inner: AbstractContextManager) -> Iterator[None]:
         """Inside, the module is called; of the copies of its buffers those stay that it has changed."""
         self.generators = host_states()
+        # Which buffers change is known only afterwards.
         copies = copied_buffers(self.module)
         held = [_with_version(owner, name) for owner, name, _ in copies]
         with inner:
             yield
-        for (owner, name, copy), (before, version) in zip(copies, held, strict=True):
+        for (owner, name, copy), of_before in zip(copies, held, strict=True):
+            before, version = of_before
             now, version_now = _with_version(owner, name)
             is_same = now is before and version_now == version
             if not is_same or isinstance(owner, _NormBase):  # torch's kernel moves running statistics unseen
@@ -80,12 +86,12 @@ def _with_version(owner, name):
 
 def copied_buffers(module: nn.Module) -> Buffers:
     """Copies of all buffers of a module and of those inside."""
-    return [
-        (owner, name, buffer.clone())
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    ]
+    copies = []
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                copies.append((owner, name, buffer.clone()))
+    return copies
 
 
 @contextmanager
@@ -94,6 +100,7 @@ def with_buffers(buffers: Buffers) -> Iterator[None]:
 
     The tensors change places, and nothing is copied: autograd may keep a buffer for the backward pass.
     """
+    # These buffers stand in the modules now, and come back at the end.
     own = [owner._buffers[name] for owner, name, _ in buffers]
     try:
         for owner, name, buffer in buffers:

@@ -29,6 +29,7 @@ def rehearse(tensors: dict[str, Any], group: dist.ProcessGroup | None) -> None:
     try:
         dcp.save(tensors, storage_writer=RehearsalWriter(), process_group=group)
     except CheckpointException as error:  # wraps what went wrong on each rank; every rank gets it
+        # The first rank's error stands for all.
         cause = error.failures[min(error.failures)][0]
         raise UsageError(
             f"this run could not be saved: {first_line(cause)}; what a checkpoint need not hold is left out of it by "
@@ -64,6 +65,7 @@ def stand_in(name: str, tensor: Tensor) -> Tensor:
     if tensor.layout != torch.strided or tensor.is_quantized:
         kind = str(tensor.layout).removeprefix("torch.")
         raise ValueError(f"{name}: is a {kind} tensor, and only dense ones can be written")
+    # One element along every dimension, none where there is none.
     for dim in range(tensor.dim()):
         length = min(tensor.shape[dim], 1)
         tensor = tensor.narrow(dim, 0, length)
@@ -73,6 +75,7 @@ def stand_in(name: str, tensor: Tensor) -> Tensor:
 
 def check_round_trip(written: dict[str, Tensor]) -> None:
     """Write tensors to a file and read them back. Raises ValueError where that fails, or changes one."""
+    # Reading goes into tensors of the same shapes, as in a resumed run.
     read = {name: torch.zeros_like(tensor) for name, tensor in written.items()}
     offsets = {name: [0] * tensor.dim() for name, tensor in written.items()}
     with tempfile.TemporaryDirectory() as folder:

@@ -19,15 +19,23 @@ FORECASTS = {"model": "rmse", "persistence": "persistence_rmse", "climatology": 
 TAGS = {"val_loss": "Loss/valid", "acc": "valid_acc", "accuracy": "valid_accuracy"}
 
 
-def write_validation(logger: Logger, scores: dict[str, Any], figures: Figures, iteration: int) -> None:
+def write_validation(
+    logger: Logger,
+    scores: dict[str, Any],
+    figures: Figures,
+    iteration: int,
+) -> None:
     """Log one validation: its scores, numbers or {channel: number}, and its pictures."""
+    # Scores of channels have a tag each.
     values = {}
     for kind, score in scores.items():
         if not isinstance(score, dict):
             values[TAGS.get(kind, kind)] = score
             continue
-        values |= {channel_tag(kind, number, name): value for number, (name, value) in enumerate(score.items())}
-    logger.log(values, iteration, {f"forecast/{name}": figure for name, figure in figures.items()})
+        for number, (channel, value) in enumerate(score.items()):
+            values[channel_tag(kind, number, channel)] = value
+    tagged_figures = {f"forecast/{name}": figure for name, figure in figures.items()}
+    logger.log(values, iteration, tagged_figures)
 
 
 def channel_tag(kind: str, number: int, name: str) -> str:
@@ -37,20 +45,28 @@ def channel_tag(kind: str, number: int, name: str) -> str:
 
 def rmse_charts(channels: Sequence[str]) -> Charts:
     """A chart for each channel, of the RMSE of model, persistence and climatology; {} where none is scored."""
-    charts = {
-        name: ["Multiline", [channel_tag(kind, number, name) for kind in FORECASTS.values()]]
-        for number, name in enumerate(channels)
-    }
+    charts: dict[str, list[Any]] = {}
+    for number, name in enumerate(channels):
+        tags = [channel_tag(kind, number, name) for kind in FORECASTS.values()]
+        charts[name] = ["Multiline", tags]
     return {"RMSE of model, persistence, climatology": charts} if charts else {}
 
 
 def skill_table(summary: dict[str, Any]) -> str:
     """RMSE of the headline channels beside persistence and climatology, as lines of text."""
-    lines = [f"{'RMSE':<18}" + "".join(f"{name:>14}" for name in FORECASTS)]
-    for name in [name for name in HEADLINE if name in summary["rmse"]] or list(summary["rmse"])[:4]:
-        values = (summary.get(kind, {}).get(name) for kind in FORECASTS.values())
+    scored = summary["rmse"]
+    # Without any of the usual channels the first four are shown.
+    headline = [name for name in HEADLINE if name in scored]
+    columns = "".join(f"{name:>14}" for name in FORECASTS)
+    lines = [f"{'RMSE':<18}{columns}"]
+    for name in headline or list(scored)[:4]:
         label = f"{name} ({summary['units'][name]})"
-        lines.append(f"{label:<18}" + "".join(f"{'-' if v is None else format(v, '.3f'):>14}" for v in values))
+        line = f"{label:<18}"
+        for kind in FORECASTS.values():
+            value = summary.get(kind, {}).get(name)
+            text = "-" if value is None else format(value, ".3f")
+            line += f"{text:>14}"
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -65,7 +81,9 @@ def print_result(summary: dict[str, Any], scores: str, config: Config) -> None:
         print(f"curves and maps:  {programs}/tensorboard --logdir {shlex.quote(config.expdir)}")
         if config.amp_mode == "none" and "SLURM_JOB_ID" not in os.environ:
             start = "python" if comm.world_size() == 1 else f"torchrun --nproc_per_node {comm.world_size()}"
+            # The command is repeated with its own options, under another number.
             parser = ArgumentParser()
             parser.add_argument("--run_num")
-            words = [os.path.relpath(sys.argv[0]), *parser.parse_known_args()[1], "--run_num=bf16", "--amp_mode=bf16"]
+            _, other_options = parser.parse_known_args()
+            words = [os.path.relpath(sys.argv[0]), *other_options, "--run_num=bf16", "--amp_mode=bf16"]
             print(f"try next:         {programs}/{start} {shlex.join(words)}")

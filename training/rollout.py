@@ -24,7 +24,9 @@ class Rollout:
     """
 
     def __init__(self, config: Config, change_scale: Tensor | None = None):
-        self.n_in, self.n_out, self.channels = config.n_in_channels, config.n_out_channels, config.state_channels
+        self.n_in = config.n_in_channels
+        self.n_out = config.n_out_channels
+        self.channels = config.state_channels  # those of all frames of the input, n n_in
         self.fixed, self.timed = count_forcings(config.forcings)
         self.change_scale = change_scale
 
@@ -35,35 +37,57 @@ class Rollout:
         """
         if not self.fixed and not self.timed:
             return frames
-        first = self.channels + self.fixed
-        forcings = x[:, self.channels : first], x[:, first + step * self.timed : first + (step + 1) * self.timed]
-        return torch.cat([frames, *forcings], 1)
+        first_timed = self.channels + self.fixed
+        begin = first_timed + step * self.timed
+        end = first_timed + (step + 1) * self.timed
+        fixed = x[:, self.channels : first_timed]  # (B, fixed, h, w)
+        timed = x[:, begin:end]  # (B, timed, h, w), of this step
+        return torch.cat([frames, fixed, timed], 1)
 
     def next_state(self, state: Tensor, output: Tensor) -> Tensor:
         """The state one step later, (B, n_out, h, w) in at least float32, of the network's output."""
         output = at_least_float32(output)
         if self.change_scale is None:
             return output
+        # The network gives the change of the channels that it forecasts.
         return torch.addcmul(state[:, : self.n_out], output, self.change_scale)
 
     def moved_on(self, frames: Tensor, state: Tensor) -> Tensor:
         """The latest frames one step later, (B, n n_in, h, w): the new state first, the oldest one left out."""
-        kept = self.channels - self.n_in
-        return torch.cat([state[:, : self.n_in], frames[:, :kept]], 1) if kept else state[:, : self.n_in]
+        newest = state[:, : self.n_in]
+        kept = self.channels - self.n_in  # channels of the frames that stay
+        if not kept:
+            return newest
+        return torch.cat([newest, frames[:, :kept]], 1)
 
-    def steps(self, network: Network, x: Tensor, count: int, last: Network | None = None) -> Iterator[Tensor]:
+    def steps(
+        self,
+        network: Network,
+        x: Tensor,
+        count: int,
+        last: Network | None = None,
+    ) -> Iterator[Tensor]:
         """Yield the state after each of `count` steps: (B, n_out, h, w), normalised, float32.
 
         last: called in place of `network` in the last step.
         """
         frames = x[:, : self.channels]
         for step in range(count):
-            call = last if last and step == count - 1 else network
-            state = self.next_state(frames, call(self.inputs(frames, x, step)))
+            is_last = step == count - 1
+            call = last if last and is_last else network
+            state = self.next_state(frames, call(self.inputs(frames, x, step)))  # (B, n_out, h, w)
             yield state
             frames = self.moved_on(frames, state)
 
-    def forecast(self, network: Network, x: Tensor, count: int, last: Network | None = None) -> Tensor:
+    def forecast(
+        self,
+        network: Network,
+        x: Tensor,
+        count: int,
+        last: Network | None = None,
+    ) -> Tensor:
         """All steps, one after the other: (B, count n_out, h, w)."""
         states = list(self.steps(network, x, count, last))
-        return states[0] if count == 1 else torch.cat(states, 1)
+        if count == 1:  # nothing to join, and no copy
+            return states[0]
+        return torch.cat(states, 1)

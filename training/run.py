@@ -61,19 +61,30 @@ class Run:
     finished already has no batches and only shows its result.
     """
 
-    def __init__(self, config: Config, step: TrainingStep, task: Task, loaders: Sequence[BatchLoader]):
+    def __init__(
+        self,
+        config: Config,
+        step: TrainingStep,
+        task: Task,
+        loaders: Sequence[BatchLoader],
+    ):
+        # Whatever can be refused is refused before the folder is made.
         check_start(config)
         check_tracker(config)
         self.folder = RunFolder(config)
-        self.config, self.step, self.device = self.folder.config, step, step.device  # its run_num is known now
-        self.model, self.optimizer = step.parallel.model, step.optimizer
+        self.config = self.folder.config  # its run_num is known now
+        self.step = step
+        self.device = step.device
+        self.model = step.parallel.model
+        self.optimizer = step.optimizer
         self.train_loader, valid_loader = loaders
         self.validator = task.build_validator(valid_loader)
         self.checkpoints = CheckpointFolder(
             self.folder.checkpoints, self.config.keep_checkpoints, self.config.model_dump()
         )
         self.iteration = 0  # optimizer steps done
-        self.epoch_loss, self.epoch_iterations = 0.0, 0  # of the epoch under way
+        self.epoch_loss = 0.0  # of the epoch under way
+        self.epoch_iterations = 0
         self.train_loss: float | None = None  # mean over the last epoch
         self.best_val_loss: float | None = None
         self.validation_due = False  # one has begun and not ended
@@ -86,7 +97,8 @@ class Run:
         self.stopping = False  # all ranks know of a request and stop after the same step
         self.telemetry = Telemetry(self.config, step)
         self.clock = self.telemetry.clock
-        self.run_loggers, self.loggers = Loggers(), Loggers()  # of rank 0; and of this rank's readings
+        self.run_loggers = Loggers()  # of rank 0
+        self.loggers = Loggers()  # of this rank's readings
         self.watchdog = Watchdog(self.config.watchdog_timeout, self.folder.path)
         self.open = ExitStack()  # what ends with the run
 
@@ -97,6 +109,7 @@ class Run:
             return self
         with ExitStack() as opened:
             opened.enter_context(self.stop_request)
+            # The state comes first: all else depends on the iteration.
             self._resume()
             self.profiler = build_profiler(self.config, self.device, self.folder.path / "profile")
             if self.profiler:
@@ -106,9 +119,17 @@ class Run:
             opened.enter_context(self.telemetry.times.listening())
             hidden = None if comm.is_main() else True  # None: silent in a batch log, shown on a terminal
             total = self.config.num_iters
-            bar = tqdm(total=total, initial=self.iteration, unit="it", dynamic_ncols=True, disable=hidden, leave=False)
+            bar = tqdm(
+                total=total,
+                initial=self.iteration,
+                unit="it",
+                dynamic_ncols=True,
+                disable=hidden,
+                leave=False,
+            )
             self.bar = opened.enter_context(bar)
             opened.enter_context(self.watchdog)
+            # All went well, so what was opened stays open until the run ends.
             self.open = opened.pop_all()
         if self.iteration == self.config.num_iters or self.validation_due:
             self._go_on_validating()
@@ -127,6 +148,7 @@ class Run:
 
             for line in fallback.fallback_lines():  # operations and results that were not split
                 log.info(line)
+        # A run that was stopped has no summary: its folder shows that it can go on.
         is_done = self.iteration == self.config.num_iters and not self.validation_due
         if kind is None and not self.summary and is_done:
             self.summary = self._summarize()
@@ -147,6 +169,7 @@ class Run:
         """The iterations that are left, one at a time; ends early at a signal, and where the data were lost."""
         if self.summary:
             return
+        # Batches follow from the iteration alone, so a resumed run goes on with the right one.
         batches = self.train_loader.train(self.config.seed, self.iteration, self.config.num_iters)
         self.clock.start()
         while self.iteration < self.config.num_iters and not self.stopping:
@@ -176,6 +199,7 @@ class Run:
     def _after_step(self, output: StepOutput) -> None:
         """Count the step, and log, validate and save where it is due."""
         self.telemetry.add(output)
+        # After its first step the model must still be one that a checkpoint can hold.
         if self.iteration == self.began:
             now = described(collect_weights(self.model))
             comm.raise_on_all_ranks(partial(check_unchanged, self.described, now))
@@ -200,7 +224,8 @@ class Run:
         return whole or self._epochs(done) > self._epochs(done - 1)
 
     def _between_steps(self) -> None:
-        done, config = self.iteration, self.config
+        done = self.iteration
+        config = self.config
         finished = done == config.num_iters
         self.stopping = self.stop_request.made and comm.world_size() == 1  # several ranks agree as they read the losses
         if not (self.stopping or self._is_read(done)):
@@ -208,7 +233,9 @@ class Run:
         epoch = self._epochs(done)  # completed
         end_of_epoch = epoch > self._epochs(done - 1)
         if finished and not end_of_epoch:  # the run ends within an epoch
-            epoch, end_of_epoch = epoch + 1, True
+            epoch += 1
+            end_of_epoch = True
+        # The newest state is saved now and then, and whenever it is the best.
         save_due = finished or done % config.checkpoint_every == 0
 
         self._read_losses()
@@ -240,10 +267,16 @@ class Run:
         with self.watchdog.within(self._step_seconds()):  # here the host waits for the device
             losses, reading, stop = self.telemetry.read(self.iteration, self.stop_request.made)
         self.stopping = self.stopping or stop
-        done = {"iterations": len(losses), "since_start": self.clock.iterations, "ranks": comm.world_size()}
+        done = {
+            "iterations": len(losses),
+            "since_start": self.clock.iterations,
+            "ranks": comm.world_size(),
+        }
+        # Every rank has a file of its own, rank 0 all other loggers too.
         self.loggers.log(reading | done, self.iteration)
         for iteration, loss in enumerate(losses, self.iteration - len(losses) + 1):
             if not math.isfinite(loss):
+                # The loss may be NaN because the data are: then they are named.
                 samples = self.train_loader.order(self.config.seed).samples(iteration - 1)
                 comm.raise_on_all_ranks(partial(self.train_loader.check_finite, samples))
                 raise self._not_finite(iteration, "training", loss)
@@ -266,7 +299,8 @@ class Run:
 
     def _log_epoch(self, epoch: int) -> None:
         self.train_loss = self.epoch_loss / self.epoch_iterations
-        self.epoch_loss, self.epoch_iterations = 0.0, 0
+        self.epoch_loss = 0.0
+        self.epoch_iterations = 0
         seconds, samples = self.clock.lap()
         log.info("Time taken for epoch %d is %.2f sec, avg %.2f samples/sec", epoch, seconds, samples / seconds)
         log.info("  Avg train loss=%.6f", self.train_loss)
@@ -314,13 +348,17 @@ class Run:
         return NonFiniteLossError(f"iteration {iteration}: the {kind} loss is {loss}; last good checkpoint: {good}")
 
     def _save(self, val_loss: float | None) -> None:
-        state = {name: getattr(self, name) for name in RESUMED} | {"scaler": self.step.scaler.state_dict()}
+        state = {name: getattr(self, name) for name in RESUMED}
+        state["scaler"] = self.step.scaler.state_dict()
         state["data"] = self.step.task.data_record()
         self.step.parallel.share_buffers()
+        # The tensors of this rank, by name.
         own = self._tensors()
         check_unchanged(self.described, described(own["model"]))
         state |= self._named_state()
+        # A checkpoint describes the whole tensors, whatever the layout.
         tensors = global_view(own, self.step.parallel.split)
+        # The last checkpoint must be whole before the process ends.
         wait = self.stopping or self.iteration == self.config.num_iters
         with reported_as_usage_error(OSError, f"iteration {self.iteration}: a checkpoint could not be written"):
             folder = self.checkpoints.save(self.iteration, tensors, state, val_loss, wait)
@@ -334,7 +372,8 @@ class Run:
     def _named_state(self) -> dict[str, Any]:
         """Extra states and further names of weights, of all ranks: each stage of a pipeline has its own."""
         found: dict[str, Any] = {"extra": {}, "tied": {}}
-        for extra, tied in reversed(comm.gather((collect_extra(self.model), later_names(self.model)))):
+        own = collect_extra(self.model), later_names(self.model)
+        for extra, tied in reversed(comm.gather(own)):
             found["extra"] |= extra
             found["tied"] |= tied
         return found
@@ -359,7 +398,9 @@ class Run:
         self.described = described(tensors["model"])
         view = global_view(tensors, self.step.parallel.split)
         comm.raise_on_all_ranks(partial(collect_extra, self.model))
+        # What cannot be saved ends the run now, and not after a day.
         self.checkpoints.rehearse(view)
+        # Nothing is read where the run is new.
         marker = self.checkpoints.load_newest(view)
         if marker is None:
             if self.config.init_from:
@@ -376,6 +417,7 @@ class Run:
         self.iteration = self.saved = self.began = marker["iteration"]
         for name in RESUMED:
             setattr(self, name, state.get(name, getattr(self, name)))  # an older checkpoint lacks the newest
+        # The scale of losses goes on as well.
         self.step.scaler.load_state_dict(state["scaler"])
         self._log_notes()
         log.info("Resuming at iteration %d of %d on %s", self.iteration, self.config.num_iters, self._where())
@@ -405,6 +447,7 @@ class Run:
             hook.remove()
             log.info("Memory high watermark after the first forward pass: %.3f GiB", high() / 2**30)
 
+        # A stage of a pipeline is called in place of the model.
         called: nn.Module = next(iter(self.step.parallel.split.stages), self.model)
         hook = called.register_forward_hook(once)
 
@@ -412,7 +455,8 @@ class Run:
         """The devices, and how the model is split over them."""
         layout = self.config.layout(comm.world_size())
         split = layout.describe("tp", "cp", "domain", "pp", "dp")
-        if layout.dp > 1 or (self.config.data_parallel in SHARDED and comm.get_size("grad_reduce") > 1):
+        is_sharded = self.config.data_parallel in SHARDED and comm.get_size("grad_reduce") > 1
+        if layout.dp > 1 or is_sharded:
             split += f" ({self.config.data_parallel})"
         return f"{comm.world_size()} x {self.device.type}: {split}" if split else str(self.device)
 

@@ -25,20 +25,24 @@ class RunFolder:
 
     def __init__(self, config: Config):
         runs = Path(config.expdir) / config.config
+        # Rank 0 chooses the number for all.
         if config.run_num == "auto":
             number = comm.on_main(lambda: next_run_num(runs))
             config = config.model_copy(update={"run_num": number})
-        self.config, self.path = config, runs / config.run_num
+        self.config = config
+        self.path = runs / config.run_num
         self.checkpoints = self.path / "checkpoints"
         self.config_file = self.path / "config.yaml"
         self.summary_file = self.path / "summary.json"
         self._owner: RunOwner | None = None  # on rank 0
+        # One rank opens the folder, and every rank raises what it raises.
         comm.on_main(self._open)
         if not comm.is_main():
             logging.getLogger().setLevel(logging.WARNING)
 
     def _open(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
+        # Two runs in one folder would write over each other's files.
         self._owner = RunOwner(self.path)
         name = self.config.config
         if self.config_file.exists():
@@ -59,31 +63,47 @@ class RunFolder:
         return comm.on_main(lambda: read_json(self.summary_file) if self.summary_file.exists() else None)
 
     def _compare_settings(self, earlier: Config) -> None:
-        if keys := differing_keys(earlier, self.config):
+        keys = differing_keys(earlier, self.config)
+        if keys:
             changes = self._changes(earlier, keys)
             raise UsageError(f"{self.path} holds a run of other settings: {changes}; choose another --run_num")
-        if self.summary_file.exists() and (keys := differing_keys(earlier, self.config, "layout", "speed")):
+        # A run that goes on may do so in another layout. A finished one would only repeat its result.
+        if not self.summary_file.exists():
+            return
+        keys = differing_keys(earlier, self.config, "layout", "speed")
+        if keys:
             raise UsageError(
                 f"{self.path} is a finished run, made with other options: {self._changes(earlier, keys)}; to measure "
                 "these, choose another --run_num (auto: the next free number)"
             )
 
     def _changes(self, earlier: Config, keys: list[str]) -> str:
-        return ", ".join(f"{k} ({getattr(earlier, k)} there, {getattr(self.config, k)} now)" for k in keys)
+        changes = []
+        for key in keys:
+            there = getattr(earlier, key)
+            now = getattr(self.config, key)
+            changes.append(f"{key} ({there} there, {now} now)")
+        return ", ".join(changes)
 
     def _start_logging(self) -> None:
         """Log lines go to out.log and to standard output, where they leave a progress bar intact."""
         logging.basicConfig(
-            level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S", force=True,
+            level=logging.INFO,
+            format="%(asctime)s %(message)s",
+            datefmt="%Y-%m-%d %H:%M:%S",
+            force=True,
             handlers=[_LogFile(self.path / "out.log"), _Console()],
-        )  # fmt: skip
+        )
 
 
 def read_summary(path: Path, **kinds: type) -> dict[str, Any]:
     """The summary of a finished run. kinds: of what the caller needs of it. Raises UsageError for anything else."""
     summary = read_json(path)
     kinds["world_size"] = int
-    if not isinstance(summary, dict) or not all(isinstance(summary.get(key), kind) for key, kind in kinds.items()):
+    is_summary = isinstance(summary, dict)
+    if is_summary:
+        is_summary = all(isinstance(summary.get(key), kind) for key, kind in kinds.items())
+    if not is_summary:
         raise UsageError(f"{path}: is not the summary of a run: move it away, and the same command writes it anew")
     return summary
 
@@ -95,13 +115,18 @@ def next_run_num(runs: Path) -> str:
     """
     runs.mkdir(parents=True, exist_ok=True)
     me = this_process()
-    for file in runs.glob(f"*/{FILE}") if me.job and any(me.restarts) else ():
-        owner = owner_of(file.read_text(errors="replace"))
-        if owner and owner.job == me.job:
-            return file.parent.name
-    taken = [int(folder.name) for folder in runs.iterdir() if folder.name.isdecimal()]
+    # A job that is started again goes on in its own folder.
+    is_restarted = me.job and any(me.restarts)
+    if is_restarted:
+        for file in runs.glob(f"*/{FILE}"):
+            owner = owner_of(file.read_text(errors="replace"))
+            if owner and owner.job == me.job:
+                return file.parent.name
+    names = [folder.name for folder in runs.iterdir()]
+    taken = [int(name) for name in names if name.isdecimal()]
     number = max(taken, default=-1) + 1
     try:
+        # mkdir fails where another job has taken the number meanwhile.
         (runs / f"{number:02d}").mkdir()
     except FileExistsError:  # another job was faster
         return next_run_num(runs)

@@ -48,23 +48,35 @@ def this_process() -> Owner:
     elastic = env.get("TORCHELASTIC_RUN_ID", "")
     if elastic == "none":  # torchrun's own default, the same for all runs; its process starts the ranks again
         elastic = f"of torchrun {os.getppid()} ({_start_of(os.getppid())})"
+    # Two starts of one job are the same run.
     job = env.get("SLURM_JOB_ID") or elastic
     counts = [env.get(f"{launcher}_RESTART_COUNT", "") for launcher in ("SLURM", "TORCHELASTIC")]
-    slurm, torchrun = (int(count) if count.isdecimal() else 0 for count in counts)
-    space, number = "", os.getpid()
+    slurm, torchrun = [int(count) if count.isdecimal() else 0 for count in counts]
+    # A number of a process means something on its machine and in its container alone.
+    number = os.getpid()
+    space = ""
     with contextlib.suppress(OSError):
-        space = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/pid").readlink())
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = boot + str(Path("/proc/self/ns/pid").readlink())
     return Owner(
-        host=socket.gethostname(), space=space, process=number, started=_start_of(number), job=job,
+        host=socket.gethostname(),
+        space=space,
+        process=number,
+        started=_start_of(number),
+        job=job,
         restarts=(slurm, torchrun),
-    )  # fmt: skip
+    )
 
 
 class RunOwner:
     """Makes this process the owner of a folder. Raises UsageError, naming the other, where another run owns it."""
 
     def __init__(self, folder: Path):
-        self.folder, self.path, self.me, self.beats = folder, folder / FILE, this_process(), 0
+        self.folder = folder
+        self.path = folder / FILE
+        self.me = this_process()
+        self.beats = 0
+        # Of several that try at once one makes the file.
         while not self._claim():
             text = self._read()
             if text is None:
@@ -76,6 +88,7 @@ class RunOwner:
                     "--run_num (auto: the next free number)"
                 )
             self._remove(text)
+        # A thread writes into the file while this run lives: other machines see it beat.
         self.leaving = threading.Event()
         self.thread = threading.Thread(target=self._beat, daemon=True, name="owner of the run folder")
         self.thread.start()
@@ -85,6 +98,7 @@ class RunOwner:
         self.leaving.set()
         self.thread.join()
         with contextlib.suppress(OSError):
+            # The file may belong to another run by now.
             if owner_of(self._read() or "") == self.me:
                 self._write(ENDED)
 
@@ -115,7 +129,8 @@ class RunOwner:
         if other is not None:
             if other.job and other.job == self.me.job and other.restarts < self.me.restarts:
                 return False
-            if self.me.space and (other.host, other.space) == (self.me.host, self.me.space):
+            is_beside_us = (other.host, other.space) == (self.me.host, self.me.space)
+            if self.me.space and is_beside_us:
                 return _start_of(other.process) == other.started
         deadline = time.monotonic() + DEAD_SECONDS
         while time.monotonic() < deadline:
@@ -159,7 +174,9 @@ def owner_of(text: str) -> Owner | None:
 def _start_of(process):
     """When a process started, in the kernel's ticks; '' for one that is gone, or a zombie, and where /proc is not."""
     try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        text = Path(f"/proc/{process}/stat").read_text()
     except OSError:
         return ""
+    # The name of the program, in brackets, may hold spaces: the fields are counted from behind it.
+    fields = text.rpartition(")")[2].split()
     return "" if fields[0] in "ZX" else fields[19]

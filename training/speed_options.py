@@ -38,6 +38,7 @@ def apply_speed_options(config: Config, device: torch.device, model: nn.Module) 
 
     Raises UsageError for an option that this device, or a model without `blocks`, does not have.
     """
+    # What a graph cannot hold is refused before anything is changed.
     if config.enable_cuda_graphs:
         check_capture(config, device, model)
     make_repeatable(config)
@@ -49,13 +50,16 @@ def apply_speed_options(config: Config, device: torch.device, model: nn.Module) 
     if config.amp_mode == "fp8":
         use_float8(blocks_of(model, "amp_mode fp8"), device)
     if config.activation_checkpointing == "step":
+        # One process compiles the whole model as one function, and several compile each block.
         is_inside = config.enable_jit and comm.world_size() == 1  # of a compiled function
         module = None if is_inside else model
         model.forward = checkpointed(model.forward, module, preserve_rng_state=not config.enable_cuda_graphs)
     elif config.activation_checkpointing != "none":
+        # The last block of every group is computed again, and the others keep what they have.
         every = config.checkpointing_interval
         blocks = blocks_of(model, "activation_checkpointing")[every - 1 :: every]
-        selective, generators = config.activation_checkpointing == "selective", not config.enable_cuda_graphs
+        selective = config.activation_checkpointing == "selective"
+        generators = not config.enable_cuda_graphs
         checkpoint_activations(blocks, selective, generators, config.enable_jit)
     if config.enable_jit:
         if comm.get_size("domain") > 1 and VERSION < (2, 13):
@@ -134,7 +138,10 @@ def blocks_of(model: nn.Module, option: str) -> list[nn.Module]:
 
 
 def checkpoint_activations(
-    blocks: Iterable[nn.Module], selective: bool = False, generators: bool = True, compiles: bool = False
+    blocks: Iterable[nn.Module],
+    selective: bool = False,
+    generators: bool = True,
+    compiles: bool = False,
 ) -> None:
     """Keep only the input of each block for the backward pass, which computes the block a second time.
 

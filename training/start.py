@@ -13,7 +13,11 @@ from utils.launch import read_launch
 from utils.schema import Config
 
 
-def start(script: str, argv: list[str] | None, description: str | None) -> tuple[Config, torch.device, Task]:
+def start(
+    script: str,
+    argv: list[str] | None,
+    description: str | None,
+) -> tuple[Config, torch.device, Task]:
     """The settings of this run, this rank's device, and the task.
 
     script: its name in utils.config.SCRIPTS, which has its file of configs and the keys by which it splits a model.
@@ -21,13 +25,17 @@ def start(script: str, argv: list[str] | None, description: str | None) -> tuple
     With ENABLE_PROFILING=1 the command starts again inside Nsight Systems. Raises UsageError, before anything is
     connected, for settings that do not fit one another, the launch or the task.
     """
-    launch, own = read_launch(), SCRIPTS[script]
+    launch = read_launch()
+    own = SCRIPTS[script]
     config = load_config(argv, description, launch.world_size, own.yaml_config, own.splits)
-    layout, task = config.layout(launch.world_size, launch.ranks_per_node), build_task(config)
+    layout = config.layout(launch.world_size, launch.ranks_per_node)
+    task = build_task(config)
+    # This does not come back where the command starts again under nsys.
     restart_under_nsys()
     prepare_environment(config)
     if config.enable_cuda_graphs:  # NCCL's thread for errors would disturb a capture; Run has the watchdog end hangs
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    # From here on the ranks wait for one another.
     device = comm.init(config.device, config.comm_timeout, config.cpu_offload)
     comm.build_mesh(device, layout)
     return config, device, task

@@ -50,8 +50,18 @@ class TrainingStep:
     of all that draws random numbers: it seeds dropout.
     """
 
-    def __init__(self, config: Config, device: torch.device, parallel: ParallelModel, optimizer: Optimizer, task: Task):
-        self.config, self.device, self.parallel, self.optimizer = config, device, parallel, optimizer
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        parallel: ParallelModel,
+        optimizer: Optimizer,
+        task: Task,
+    ):
+        self.config = config
+        self.device = device
+        self.parallel = parallel
+        self.optimizer = optimizer
         self.task = task
         self.model_parallel = bool(parallel.split.dims or parallel.split.specs or parallel.pipeline)
         scales = config.amp_mode == "fp16"
@@ -69,12 +79,19 @@ class TrainingStep:
         self.captured: dict[torch.Size, CapturedStep] = {}  # by the target's shape: one for each length of a rollout
         self.streams = RandomStreams(config.seed, config.sequence_parallel)
 
-    def __call__(self, iteration: int, x: Tensor, y: Tensor, log_norm: bool = False) -> StepOutput:
+    def __call__(
+        self,
+        iteration: int,
+        x: Tensor,
+        y: Tensor,
+        log_norm: bool = False,
+    ) -> StepOutput:
         """One step, of an iteration from 0, on this rank's part of the batch: input x and target y, (B, ...).
 
         log_norm: measure the norm of the gradient. It is also measured where it is needed for clipping, and in a CUDA
         graph, which is the same in every iteration.
         """
+        # The rate is a function of the iteration alone, so a resumed run needs no state for it.
         set_learning_rate(self.optimizer, learning_rate(self.config, iteration))
         with self.streams.host, unrepeatable_as_usage_error():
             if self.config.enable_cuda_graphs:
@@ -98,6 +115,7 @@ class TrainingStep:
             with span("pipeline"):
                 losses = self.parallel.pipeline.step(x, y, self.loss, self.scaler.scale)
         else:
+            # Gradients of all micro-batches add up, and are reduced with the last one.
             losses = []
             for x_part, y_part in self.parallel.micro_batches(x, y, self.config.gradient_accumulation):
                 with span("forward"), self.autocast():
@@ -106,9 +124,11 @@ class TrainingStep:
                     self.scaler.scale(loss).backward()
                 losses.append(loss.detach())
         with span("reduce"):
+            # Some strategies reduce here what the backward pass has left.
             self.parallel.finish_gradients()
         with span("optimizer"):
             square = self.update(log_norm)
+        # The mean over the batch: each micro-batch has its share.
         total = sum(losses, torch.zeros((), device=self.device))
         total = total * comm.get_size("pp")  # only the last stage has one, and the mean over all ranks is logged
         return StepOutput(total, square)
@@ -122,8 +142,10 @@ class TrainingStep:
 
         Returns this rank's share of the square of their norm, before they are clipped; None where nobody asks.
         """
-        clip, square = self.config.clip_grad_norm, None
+        clip = self.config.clip_grad_norm
+        square = None
         unscaled = bool(clip or self.model_parallel)
+        # Clipping, and ranks that must agree, need the gradients themselves.
         if unscaled:
             self.scaler.unscale_(self.optimizer)
         if clip or log_norm:
@@ -132,7 +154,10 @@ class TrainingStep:
                 self.parallel.clip_gradients(squared, clip)
             square = to_device(squared, self.device)
             if self.scaler.is_enabled() and not unscaled:
-                square = square / self.scaler.scale(torch.ones((), device=self.device)).square()
+                # The gradients still carry the scale of the loss.
+                scale = self.scaler.scale(torch.ones((), device=self.device))
+                square = square / scale.square()
+        # The scaler skips the step where a gradient overflowed.
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -154,7 +179,9 @@ class TrainingStep:
         if self.parallel.replicated and not self.parallel.pipeline:
             # DDP remembers the stream of its first backward pass; the warm-up and the capture are on that of graphs.
             graphs = self.config.enable_cuda_graphs
-            first_x, first_y = (batch.chunk(self.config.gradient_accumulation)[0] for batch in (x, y))
+            first_x = x.chunk(self.config.gradient_accumulation)[0]
+            first_y = y.chunk(self.config.gradient_accumulation)[0]
+            # The warm-up draws numbers, which must not be missing afterwards.
             devices = [self.device] if self.device.type != "cpu" else []
             for _ in range(2):  # it looks at the order in one pass, and rearranges them for the next
                 with (

@@ -1,6 +1,7 @@
 """Figures that a run logs at every reading: loss, gradient, speed, memory, time by phase, the slowest rank."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +25,10 @@ class Telemetry:
     """
 
     def __init__(self, config: Config, step: TrainingStep):
-        self.config, self.device = config, step.device
-        self.clock, self.times = Clock(), PhaseTimes(step.device, not config.enable_cuda_graphs)
+        self.config = config
+        self.device = step.device
+        self.clock = Clock()
+        self.times = PhaseTimes(step.device, not config.enable_cuda_graphs)
         self.losses: list[Tensor] = []  # on the device, not read yet
         self.square: Tensor | None = None  # this rank's share of the squared norm of the last step's gradient
         self.called: int | None = None  # collectives until the end of the first step after a reading
@@ -36,51 +39,106 @@ class Telemetry:
         """Note a step, whose output is on the device."""
         self.losses.append(output.loss)
         self.square = output.grad_norm_squared
-        if len(self.losses) == 1 and self.clock.iterations <= WARMUP_ITERATIONS:
+        is_first = len(self.losses) == 1
+        if is_first and self.clock.iterations <= WARMUP_ITERATIONS:
             self.called = count_calls()
 
-    def read(self, iteration: int, stop: bool) -> tuple[list[float], Reading, bool]:
+    def read(
+        self,
+        iteration: int,
+        stop: bool,
+    ) -> tuple[list[float], Reading, bool]:
         """Bring what the last iterations left to the host: the one place where it waits for the device.
 
         stop: whether this rank was asked to stop. Returns the losses, means over the batch of all ranks; the reading;
         and whether any rank was asked to stop. One reduction carries all of it: each rank has a row in a table.
         """
+        # All steps have finished afterwards, so the events on the device can be read.
         synchronize(self.device)
-        count, ranks = len(self.losses), comm.world_size()
-        called = None if self.called is None or count == 1 else (count_calls() - self.called) / (count - 1)
-        self.called = None
-        table = torch.zeros(ranks, len(PHASES) + 1)
-        table[comm.rank()] = torch.tensor([*self.times.read(count), peak_memory_bytes(self.device)])
-        square = self.losses[0].new_tensor(math.nan) if self.square is None else self.square
-        own = torch.stack([*self.losses, square])
-        packed = comm.all_reduce(torch.cat([own, own.new_tensor([stop]), table.flatten().to(own)])).cpu()
-        losses, norm, stopping = (packed[:count] / ranks).tolist(), packed[count].sqrt(), packed[count + 1].item() > 0
+        count = len(self.losses)
+        ranks = comm.world_size()
+        messages = self._calls_per_step(count)
+        sums = self._sum_over_ranks(count, stop)
         self.losses.clear()
-        speed, seconds = self.clock.stop(count, count * self.config.global_batch_size), self.clock.interval
-        table = packed[count + 2 :].view(ranks, -1)
-        own_times = dict(zip(PHASES, table[comm.rank()].tolist(), strict=False))
+        speed = self.clock.stop(count, count * self.config.global_batch_size)
+
+        own_row = sums.table[comm.rank()]
+        own_times = dict(zip(PHASES, own_row.tolist(), strict=False))
         self.clock.data_wait += own_times["data"] * count
+        # Where gradients are reduced the ranks meet, so the phases before, data and forward, show who is slow.
+        before_others = sums.table[:, :2].nansum(1)  # (ranks,)
+
         forecast_steps = [steps for first, steps in self.config.rollout_stages if first < iteration][-1]
         flops = speed * self.flops * forecast_steps
-        before_others = table[:, :2].nansum(1)  # of data and forward: where gradients are reduced the ranks meet
+        mfu = flops / self.peak / ranks if self.peak else None
+        losses = (sums.losses / ranks).tolist()
         reading: Reading = {
             "Loss/train": losses[-1],
-            "gradient/norm": norm.item(),
+            "gradient/norm": sums.squared_norm.sqrt().item(),
             "learning_rate": learning_rate(self.config, iteration - 1),
             "speed/samples_per_sec": speed,
             "speed/flops_per_sec": flops,
-            "speed/mfu": flops / self.peak / ranks if self.peak else None,
-            "memory/peak_bytes": table[comm.rank(), -1].item(),
-            "memory/most_bytes": table[:, -1].max().item(),
-            "messages": called,
-            "time/step": seconds / count,
+            "speed/mfu": mfu,
+            "memory/peak_bytes": own_row[-1].item(),
+            "memory/most_bytes": sums.table[:, -1].max().item(),
+            "messages": messages,
+            "time/step": self.clock.interval / count,
             **{f"time/{name}": value for name, value in own_times.items()},
             "time/slowest_rank": int(before_others.argmax()),
             "time/slowest_over_mean": (before_others.max() / before_others.mean()).item(),
         }
+        stopping = sums.stops.item() > 0
         return losses, reading, stopping
+
+    def _calls_per_step(self, count: int) -> float | None:
+        """Collectives in a step, the mean over all but the first of `count` steps; None where it is not known."""
+        called = self.called
+        self.called = None
+        if called is None or count == 1:
+            return None
+        return (count_calls() - called) / (count - 1)
+
+    def _sum_over_ranks(self, count: int, stop: bool) -> "RankSums":
+        """Add up the figures of all ranks in one reduction, and bring them to the host."""
+        ranks = comm.world_size()
+        # A rank fills its own row, and zeros elsewhere: the sum over the ranks holds the rows of all.
+        table = torch.zeros(ranks, len(PHASES) + 1)
+        own_row = [*self.times.read(count), peak_memory_bytes(self.device)]
+        table[comm.rank()] = torch.tensor(own_row)
+
+        square = self.square
+        if square is None:
+            square = self.losses[0].new_tensor(math.nan)
+        # All figures are packed into one tensor of the losses' type.
+        figures = torch.stack([*self.losses, square])
+        stops = figures.new_tensor([stop])
+        message = torch.cat([figures, stops, table.flatten().to(figures)])
+        packed = comm.all_reduce(message).cpu()
+        return RankSums(
+            losses=packed[:count],
+            squared_norm=packed[count],
+            stops=packed[count + 1],
+            table=packed[count + 2 :].view(ranks, -1),
+        )
+
+
+class RankSums(NamedTuple):
+    """Figures of the last steps, summed over all ranks, on the CPU.
+
+    losses: of each step, (count,). squared_norm: of the last step's gradient. stops: ranks that were asked to stop.
+    table: a row for each rank, (ranks, PHASES + 1): the seconds of each phase in a step, then the peak of memory.
+    """
+
+    losses: Tensor
+    squared_norm: Tensor
+    stops: Tensor
+    table: Tensor
 
 
 def count_calls() -> int:
     """Collectives that this rank has called in all its groups, as torch numbers them; 0 where it keeps no record."""
-    return sum({call["group"]: call["number"] for call in recorded_collectives()}.values())
+    # Calls are numbered within their group, and the last one of a group has the highest number.
+    calls_of_group = {}
+    for call in recorded_collectives():
+        calls_of_group[call["group"]] = call["number"]
+    return sum(calls_of_group.values())

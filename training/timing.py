@@ -18,7 +18,8 @@ class Clock:
 
     def __init__(self) -> None:
         self.iterations = 0
-        self.seconds, self.samples = 0.0, 0  # of all steps
+        self.seconds = 0.0  # of all steps
+        self.samples = 0
         self.epoch = self.steady = (0.0, 0)  # these two at the start of the epoch, and after the warmup
         self.data_wait = self.interval = 0.0
 
@@ -29,7 +30,8 @@ class Clock:
     def stop(self, iterations: int, samples: int) -> float:
         """Count the iterations since `start`, which the device has finished; returns samples per second."""
         self.interval = time.perf_counter() - self.started
-        self.seconds, self.samples = self.seconds + self.interval, self.samples + samples
+        self.seconds += self.interval
+        self.samples += samples
         if self.iterations < WARMUP_ITERATIONS:
             self.steady = self.seconds, self.samples
         self.iterations += iterations
@@ -37,7 +39,8 @@ class Clock:
 
     def lap(self) -> tuple[float, int]:
         """Seconds and samples of the epoch; begins the next one."""
-        (seconds, samples), self.epoch = self.epoch, (self.seconds, self.samples)
+        seconds, samples = self.epoch
+        self.epoch = self.seconds, self.samples
         return self.seconds - seconds, self.samples - samples
 
     def steady_samples_per_sec(self) -> float | None:

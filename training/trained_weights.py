@@ -28,16 +28,20 @@ def find(path: Path | str, which: str = "newest") -> tuple[Path, Marker]:
     path = Path(path)
     if not path.is_dir():
         raise UsageError(f"{path}: no such folder")
+    # The path is a checkpoint itself.
     if path.name.startswith("iter-") or (path / MARKER).exists():
         try:
             return path, verify(path)
         except CheckpointError as error:
             raise UsageError(error) from None
+    # Or it is the folder of a run, or of checkpoints.
     inside = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     folders = CheckpointFolder(inside, keep=1).folders()
     if which in ("newest", "best"):
         losses = read_losses(folders)
-        checkpoint = first_whole(folders if which == "newest" else sorted(losses, key=losses.__getitem__))
+        best_first = sorted(losses, key=losses.__getitem__)
+        in_order = folders if which == "newest" else best_first
+        checkpoint = first_whole(in_order)
         if checkpoint is None:
             raise UsageError(f"{path}: no whole checkpoint in it")
         return checkpoint
@@ -50,13 +54,17 @@ def find(path: Path | str, which: str = "newest") -> tuple[Path, Marker]:
 def check_start(config: Config) -> None:
     """Before the folder of a run is made: raise UsageError where it cannot begin with the weights of `init_from`."""
     path = config.init_from
-    if not path or (Path(config.expdir) / config.config / config.run_num / "checkpoints").exists():
+    run_folder = Path(config.expdir) / config.config / config.run_num
+    is_resumed = (run_folder / "checkpoints").exists()
+    if not path or is_resumed:
         return
+    # A file of another program is matched by names and shapes.
     if is_external(path):
         comm.raise_on_all_ranks(lambda: match_weights(config))
         return
     if config.init_map or config.init_missing != "error":
         raise UsageError(f"{path}: init_map and init_missing are for files of other programs, not for runs of this one")
+    # A run of this program must have had the same model.
     checkpoint, marker = comm.on_main(lambda: find(path, "best"))
     check_origin(config, checkpoint, marker)
 
@@ -85,22 +93,28 @@ def load_weights_into(parallel: ParallelModel, folder: Path) -> None:
     """
     import torch.distributed.checkpoint as dcp  # slow to import
 
+    # The weights are read into the model's own tensors.
     model = parallel.model
     weights = collect_weights(model)
-    tensors: dict[str, Any] = {"model": weights, "optimizer": {name: {} for name in weights}}
+    no_moments: dict[str, Any] = {name: {} for name in weights}
+    tensors: dict[str, Any] = {"model": weights, "optimizer": no_moments}
+    # Each rank asks for its own parts of the stored tensors.
     view = global_view(tensors, parallel.split)
     stored = stored_tensors(folder)
     averaged = {name for name in weights if f"ema.{name}" in stored}
-    wanted = {
-        "model": {name: tensor for name, tensor in view["model"].items() if name not in averaged},
-        "ema": {name: tensor for name, tensor in view["model"].items() if name in averaged},
-    }
+    wanted: dict[str, dict[str, Any]] = {"model": {}, "ema": {}}
+    for name, tensor in view["model"].items():
+        kind = "ema" if name in averaged else "model"
+        wanted[kind][name] = tensor
     try:
         dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
     except (dcp.CheckpointException, RuntimeError, ValueError) as error:
-        cause = next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
+        cause: BaseException = error
+        if isinstance(error, dcp.CheckpointException):
+            cause = next(iter(error.failures.values()))[0]  # of the first rank that failed
         why = f"{first_line(cause)} (was it trained by another version of the code?)"
         raise UsageError(f"{folder}: does not hold the weights of this model: {why}") from None
+    # The parts that this rank holds are taken out of what was read.
     take_parts(tensors, view, parallel.split)
     extra = read_marker(folder)["trainer"].get("extra", {})
     restore_weights(model, weights, extra)

@@ -15,7 +15,9 @@ from utils.errors import FAILED_STATUS
 from utils.rank_failure import exit_at_once, record_in, write_record
 
 log = logging.getLogger(__name__)
-WHOLE, COMM = "watchdog_timeout", "comm_timeout"  # options that set a limit
+# Options that set a limit.
+WHOLE = "watchdog_timeout"
+COMM = "comm_timeout"
 
 
 class Watchdog:
@@ -28,11 +30,14 @@ class Watchdog:
     """
 
     def __init__(self, timeout: float, folder: Path):
-        self.timeout, self.folder = timeout, folder
+        self.timeout = timeout
+        self.folder = folder
         self.limit: float = timeout  # of what runs now
         self.option = WHOLE
+        # Records are written before any rank ends, by this watchdog or by NCCL's own time-out.
         self.warning = 0.9 * min(timeout, comm.timeout_seconds())
         self.ended = threading.Event()
+        # A rank that fails in another way writes its collectives here too.
         record_in(folder)
 
     def __enter__(self) -> "Watchdog":
@@ -50,26 +55,33 @@ class Watchdog:
     @contextmanager
     def within(self, seconds: float | None) -> Iterator[None]:
         """Inside, a step may take so many seconds, if that is less than the timeout; None: no other limit."""
+        # The limit of the whole run is shorter, and holds already.
         if seconds is None or seconds >= self.timeout:
             yield
             return
         self.beat()
-        self.limit, self.option = seconds, COMM
+        self.limit = seconds
+        self.option = COMM
         try:
             yield
         finally:
-            self.limit, self.option = self.timeout, WHOLE
+            self.limit = self.timeout
+            self.option = WHOLE
 
     def _watch(self) -> None:
-        noted, stacks = 0.0, self.folder / f"stacks-rank{comm.rank()}.txt"
+        noted = 0.0
+        stacks = self.folder / f"stacks-rank{comm.rank()}.txt"
         while not self.ended.wait(min(1.0, self.warning / 40)):
-            beat, stuck = self.last, time.monotonic() - self.last
+            beat = self.last
+            stuck = time.monotonic() - self.last
+            # One set of stacks is enough for each stuck step.
             if stuck > self.warning and noted != beat:
                 noted = beat
                 write_record("")
                 with open(stacks, "w") as file:
                     faulthandler.dump_traceback(file, all_threads=True)
                 log.info("No step finished within %.0f s; for the reason: python -m tools.hang %s", stuck, self.folder)
+            # Nothing can be cleaned up: other threads may hold any lock.
             if stuck > self.limit:
                 print(
                     f"error: rank {comm.rank()}: no step finished within {self.limit} s ({self.option}); "

@@ -32,13 +32,18 @@ class Role(NamedTuple):
     is_hidden: bool
 
 
-def weight_roles(model: nn.Module, split: Split, hidden: Sequence[str] = ()) -> list[Role]:
+def weight_roles(
+    model: nn.Module,
+    split: Split,
+    hidden: Sequence[str] = (),
+) -> list[Role]:
     """The roles of the weights that are not frozen, in the order of the model. A tied weight has its first name.
 
     model: this rank's part. hidden: patterns of the names of hidden layers' matrices; the last one that matches a name
     decides, and those that begin with ! exclude it. A tied weight is one if all its names are.
     """
     modules = dict(model.named_modules(remove_duplicate=False))  # a module may stand under two names
+    # A tied weight stands in several places: all its names have a say.
     places: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
@@ -46,7 +51,8 @@ def weight_roles(model: nn.Module, split: Split, hidden: Sequence[str] = ()) -> 
     roles = []
     for parameter, names in places.items():
         shape = whole_shape(names[0], parameter, split)
-        decays, is_hidden = True, True
+        decays = True
+        is_hidden = True
         for name in names:
             module = modules[name.rpartition(".")[0]]
             decays = decays and may_decay(name, module, shape)
@@ -68,9 +74,11 @@ def is_chosen(name: str, patterns: Sequence[str]) -> bool:
 
 def whole_shape(name: str, parameter: nn.Parameter, split: Split) -> torch.Size:
     """The shape of a weight in the whole model."""
+    # The split may know the whole shape.
     if name in split.specs:
         return split.specs[name].shape
     shape = list(parameter.shape)  # of a DTensor, of all its parts
+    # Tensor parallelism cuts one dimension into equal parts.
     if name in split.dims:
         shape[split.dims[name]] *= comm.get_size("tp")
     return torch.Size(shape)
@@ -82,6 +90,7 @@ def may_decay(name: str, module: nn.Module, shape: torch.Size) -> bool:
     module: that it belongs to. Decay of the others would pull scales and offsets to zero, which does not make a network
     simpler (He et al. 2019, arXiv:1812.01187, section 3.1).
     """
+    # A weight of one row or column is a vector, whatever its shape says.
     long_dims = [size for size in shape if size > 1]
     is_norm = "Norm" in type(module).__name__
     is_bias = "bias" in name.rpartition(".")[2]

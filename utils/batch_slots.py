@@ -46,6 +46,7 @@ class SlotRing:
     def join(self, shape: Sequence[int], count: int) -> None:
         """A loader shares the ring from now on. shape: of its largest batch. count: of slots that it reads into."""
         self.loaders += 1
+        # Slots fit the largest batch of all loaders, and are made anew for it.
         self.numbers = max(self.numbers, math.prod(shape))
         self.count = max(self.count, count)
         self.slots.clear()
@@ -53,6 +54,7 @@ class SlotRing:
     def leave(self) -> None:
         """A loader reads no more; with the last one the memory goes back to the system."""
         self.loaders -= 1
+        # The last loader that leaves gives the memory back.
         if self.loaders == 0 and self.slots:
             self.slots.clear()
             if self.pinned:
@@ -62,9 +64,11 @@ class SlotRing:
         """Let a reader have all slots; returns whether they were another's, who is stopped."""
         if self.reader is reader:
             return False
+        # Whoever read before must not write into the slots any more.
         if self.reader is not None:
             self.reader.stop()
         self.reader = reader
+        # Memory is taken as late as possible: a run that only resumes to its end needs none.
         if not self.slots:
             self.slots = [Slot(self.numbers, self.pinned) for _ in range(self.count)]
         return True

@@ -62,7 +62,11 @@ _patience = datetime.timedelta(seconds=600)  # of every group
 _meshes: dict[str, DeviceMesh] = {}
 
 
-def init(device_name: str = "auto", timeout: float = 600, cpu_offload: bool = False) -> torch.device:
+def init(
+    device_name: str = "auto",
+    timeout: float = 600,
+    cpu_offload: bool = False,
+) -> torch.device:
     """Connect the processes of this run; returns this one's device.
 
     timeout: a rank waits so many seconds for another. The backend is that of utils.device.backend_for; with
@@ -72,25 +76,37 @@ def init(device_name: str = "auto", timeout: float = 600, cpu_offload: bool = Fa
     """
     global _listener, _patience
     launch = read_launch()
-    device = select_device(device_name, launch.local_rank if launch.world_size > 1 else 0)
+    # Ranks of a node choose among its devices by their number; a process alone takes the first.
+    local_rank = launch.local_rank if launch.world_size > 1 else 0
+    device = select_device(device_name, local_rank)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_launcher(launch.rank)
     if launch.world_size == 1:
         warn_of_unused_tasks()
         return device
+    # Libraries beside torch look for these variables too.
     os.environ.update(MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port))
     name_gloo_interface(launch)
-    backend, _patience = backend_for(device), datetime.timedelta(seconds=timeout)
+    backend = backend_for(device)
+    _patience = datetime.timedelta(seconds=timeout)
     try:
         store = open_store(launch, timeout)
+        # From here on a rank that fails can tell the others.
         _listener = FailureListener(store.clone(), launch.rank, launch.world_size)  # type: ignore[attr-defined]  # not in torch's stubs
+        # Two ranks on one GPU would hang in their first collective.
         check_devices(store, launch, physical_name(device))
+        # With offloading gloo reduces what lies in host memory, and no single device can be bound.
         offloaded = cpu_offload and backend != "gloo"
+        backends = f"cpu:gloo,{device.type}:{backend}" if offloaded else backend
+        is_bound = not offloaded and backend != "gloo"
         dist.init_process_group(
-            f"cpu:gloo,{device.type}:{backend}" if offloaded else backend, store=store, rank=launch.rank,
-            world_size=launch.world_size, timeout=_patience,
-            device_id=None if offloaded or backend == "gloo" else device,
-        )  # fmt: skip
+            backends,
+            store=store,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=_patience,
+            device_id=device if is_bound else None,
+        )
     except (dist.DistStoreError, dist.DistNetworkError, OSError, RuntimeError) as error:
         raise NotConnectedError(
             f"the {launch.world_size} ranks could not connect within {timeout} s through "
@@ -105,6 +121,7 @@ def open_store(launch: Launch, timeout: float) -> dist.Store:
     Where all ranks are on this machine it listens on its loopback alone: whoever reaches it may write.
     Raises OSError or RuntimeError where it cannot be opened, or not be reached within `timeout` seconds.
     """
+    # torchrun's agent has a store already; otherwise rank 0 opens one.
     serves = launch.rank == 0 and not agent_has_store()
     listener = None
     if not serves:
@@ -112,11 +129,17 @@ def open_store(launch: Launch, timeout: float) -> dist.Store:
     elif launch.master_addr in ("localhost", "127.0.0.1"):
         listener = socket.create_server(("127.0.0.1", launch.master_port)).detach()
     store = dist.TCPStore(
-        launch.master_addr, launch.master_port, launch.world_size, serves, datetime.timedelta(seconds=timeout),
-        wait_for_workers=False, master_listen_fd=listener,
-    )  # fmt: skip
+        launch.master_addr,
+        launch.master_port,
+        launch.world_size,
+        serves,
+        datetime.timedelta(seconds=timeout),
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
     # torchrun keeps its store when it restarts the ranks: what the dead ones wrote must not be read.
-    return dist.PrefixStore(f"start{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    return dist.PrefixStore(f"start{start}", store)
 
 
 def wait_for_rank_0(launch: Launch, timeout: float) -> None:
@@ -124,6 +147,7 @@ def wait_for_rank_0(launch: Launch, timeout: float) -> None:
 
     torch's client waits too, and then prints stacks of C++ before its error.
     """
+    # Rank 0 may start later than this rank.
     end = time.monotonic() + timeout
     while True:
         try:
@@ -143,8 +167,10 @@ def check_devices(store: dist.Store, launch: Launch, name: str) -> None:
     """
     ranks = launch.world_size
     store.set(f"rank {launch.rank}", "")
+    # The store counts for each device how many ranks have named it.
     if name and store.add(f"device {name}", 1) > 1:
         store.add("devices shared", 1)
+    # Whoever comes last lets the others go on.
     if store.add("devices named", 1) == ranks:
         store.set("devices known", "")
     try:
@@ -152,7 +178,8 @@ def check_devices(store: dist.Store, launch: Launch, name: str) -> None:
     except dist.DistStoreError:
         absent = [str(rank) for rank in range(ranks) if not store.check([f"rank {rank}"])]
         raise TimeoutError(f"rank {', '.join(absent)} did not come") from None
-    if shared := store.add("devices shared", 0):
+    shared = store.add("devices shared", 0)
+    if shared:
         raise UsageError(
             f"{ranks} ranks have {ranks - shared} GPUs (by PCI address and UUID), and each needs one of its own: start "
             "fewer ranks, or give --device cpu"
@@ -165,6 +192,7 @@ def shutdown(timeout: float = 10) -> None:
         if _listener:
             _listener.stop(timeout)
         _meshes.clear()
+        # NCCL may wait for a peer that is gone, so the thread is not waited for.
         leaving = threading.Thread(target=on_this_device(dist.destroy_process_group), daemon=True)
         leaving.start()
         leaving.join(timeout)
@@ -175,21 +203,27 @@ def build_mesh(device: torch.device, layout: Layout) -> None:
     _meshes.clear()
     if world_size() == 1:
         return
+    # All ranks make the same groups in the same order.
     dims = layout.mesh_dims
     mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
     _meshes[""] = mesh
     for name in dims:
         _meshes[name] = mesh[name]
     for name, parts in COMBINED.items():
-        several = [d for d in dims if d in parts and dims[d] > 1] or [min(parts)]  # any of them, on every rank the same
+        combined = tuple(dim for dim in dims if dim in parts)
+        # Where at most one dimension has several ranks, its groups are those of the combination. Where none has, any
+        # dimension will do that is the same on every rank.
+        several = [dim for dim in combined if dims[dim] > 1] or [min(parts)]
         if len(several) == 1 and name != "dp_shard_image":  # which hsdp asks for by this name
             _meshes[name] = mesh[several[0]]
         else:
-            _meshes[name] = flattened(mesh[tuple(d for d in dims if d in parts)], name)
+            _meshes[name] = flattened(mesh[combined], name)
+    # Only some orders of the dimensions need it.
     own = _mesh_of_hsdp(mesh)
     if own is not None:
         _meshes["hsdp"] = own
-    for group in {mesh.get_group() for mesh in _meshes.values() if mesh.ndim == 1}:
+    groups = {mesh.get_group() for mesh in _meshes.values() if mesh.ndim == 1}
+    for group in groups:
         set_group_timeout(group)
 
 
@@ -231,13 +265,14 @@ def _mesh_of_hsdp(mesh: DeviceMesh) -> DeviceMesh | None:
     outer, inner = _hsdp_dims()
     names = list(mesh.mesh_dim_names or ())
     outer_dim = names.index(outer)
-    inner_dims = [names.index(name) for name in names if name in COMBINED.get(inner, {inner})]
+    inner_names = COMBINED.get(inner, {inner})
+    inner_dims = [dim for dim, name in enumerate(names) if name in inner_names]
     if outer_dim < min(inner_dims):
         return None
     others = [dim for dim in range(mesh.ndim) if dim != outer_dim and dim not in inner_dims]
-    # (meshes, groups, ranks of a group)
-    ranks = mesh.mesh.permute(*others, outer_dim, *inner_dims).reshape(-1, get_size(outer), get_size(inner))
-    (own,) = (table for table in ranks if rank() in table)
+    ranks = mesh.mesh.permute(*others, outer_dim, *inner_dims)
+    ranks = ranks.reshape(-1, get_size(outer), get_size(inner))  # (meshes, groups, ranks of a group)
+    (own,) = [table for table in ranks if rank() in table]
     groups = [_meshes[outer].get_group(), _meshes[inner].get_group()]
     return DeviceMesh.from_group(groups, mesh.device_type, own, mesh_dim_names=(outer, inner))
 
@@ -267,8 +302,13 @@ def dropout_stream(sequence_parallel: bool = False) -> int:
     Tensor-parallel ranks hold the same ones, except under sequence parallelism. The domain-parallel ranks of an image
     have one stream too: the rules of ShardTensor draw each rank's part from a stream of its own.
     """
-    stream = (get_rank("dp") * get_size("cp") + get_rank("cp")) * get_size("pp") + get_rank("pp")
-    return stream * get_size("tp") + get_rank("tp") if sequence_parallel else stream
+    # The number of a rank among all, as if each dimension were a digit.
+    stream = get_rank("dp")
+    stream = stream * get_size("cp") + get_rank("cp")
+    stream = stream * get_size("pp") + get_rank("pp")
+    if sequence_parallel:
+        stream = stream * get_size("tp") + get_rank("tp")
+    return stream
 
 
 def world_size() -> int:
@@ -290,6 +330,7 @@ def on_main(function: Callable[[], T]) -> T:
     """Call function() on rank 0; every rank gets its result, or raises the exception that it raised."""
     if world_size() == 1:
         return function()
+    # An exception travels to the other ranks like a result.
     outcome: list[Any] = [None, None]  # result, exception
     if is_main():
         try:
@@ -304,6 +345,7 @@ def on_main(function: Callable[[], T]) -> T:
 
 def gather(own: T) -> list[T]:
     """Gather the value of every rank, on all ranks."""
+    # In a single process this is the answer already.
     seen = [own] * world_size()
     if len(seen) > 1:
         dist.all_gather_object(seen, own)
@@ -325,10 +367,12 @@ def raise_on_all_ranks(function: Callable[[], T]) -> T:
 def check_alike(own: dict[str, str]) -> None:
     """Raise UsageError, on every rank, where a rank sees something else than rank 0. own: {name: what is seen}."""
     seen = gather((socket.gethostname(), own))
+    # Rank 0 is what the others are compared with.
     first_host, first = seen[0]
     for number, (host, other) in enumerate(seen):
         for name in sorted(first | other):
-            there, here = (files.get(name, "nothing") for files in (other, first))
+            there = other.get(name, "nothing")
+            here = first.get(name, "nothing")
             if there != here:
                 raise UsageError(f"{name}: rank {number} on {host} sees {there}, rank 0 on {first_host} {here}")
 
@@ -348,9 +392,13 @@ def all_reduce(tensor: Tensor) -> Tensor:
 def global_mean(values: Tensor) -> Tensor:
     """Mean over the first axis of all ranks' `values`, summed in float64: (n, ...) -> (...). n may differ by rank."""
     values = values.cpu() if values.device.type == "mps" else values
+    # In float64 the mean hardly depends on how the values are shared out.
     sums = values.double().sum(0)
-    packed = all_reduce(torch.cat([sums.flatten(), sums.new_tensor([len(values)])]))
-    return (packed[:-1] / packed[-1]).view(sums.shape)
+    # One all-reduce carries the sums and, behind them, the number of values.
+    count = sums.new_tensor([len(values)])
+    packed = all_reduce(torch.cat([sums.flatten(), count]))
+    mean = packed[:-1] / packed[-1]
+    return mean.view(sums.shape)
 
 
 def _end_with_the_others(error: BaseException) -> None:
@@ -360,7 +408,10 @@ def _end_with_the_others(error: BaseException) -> None:
     """
     if _listener:
         _listener.end_this_rank(error)
-    if isinstance(error, KeyboardInterrupt) or (launch := read_launch()).world_size == 1:
+    if isinstance(error, KeyboardInterrupt):
+        return
+    launch = read_launch()
+    if launch.world_size == 1:
         return
     if not isinstance(error, NotConnectedError):
         with suppress(OSError, RuntimeError):
@@ -378,6 +429,7 @@ def run_ranks(main: Callable[[], int | None]) -> NoReturn:
 
     def guarded():
         try:
+            # A file that cannot be opened is bad input, not a fault of the program.
             with os_errors_as_usage_errors():
                 status = main()
         except (Exception, KeyboardInterrupt) as error:
@@ -401,9 +453,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks_per_node", type=RANKS, default=4, help="default: %(default)s")
     o = parser.parse_args(argv)
     layout = Layout(
-        o.world_size, o.tensor_parallel, o.context_parallel, o.pipeline_parallel, o.dp_shard, o.parallel_order,
+        o.world_size,
+        o.tensor_parallel,
+        o.context_parallel,
+        o.pipeline_parallel,
+        o.dp_shard,
+        o.parallel_order,
         tile_counts(o.domain_parallel),
-    )  # fmt: skip
+    )
     print(layout.table(o.ranks_per_node))
 
 

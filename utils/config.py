@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
@@ -34,22 +35,45 @@ class Script(NamedTuple):
 
 
 SCRIPTS = {
-    "train.py": Script("config/ViT.yaml", (), "submit_dp.sh"),
-    "train_mp.py": Script(
-        "config/mp.yaml", ("tensor_parallel", "context_parallel", "pipeline_parallel"), "submit_mp.sh"
+    "train.py": Script(
+        yaml_config="config/ViT.yaml",
+        splits=(),
+        submit="submit_dp.sh",
     ),
-    "train_shard.py": Script("config/shard.yaml", ("tensor_parallel", "domain_parallel"), "submit_shard.sh"),
+    "train_mp.py": Script(
+        yaml_config="config/mp.yaml",
+        splits=("tensor_parallel", "context_parallel", "pipeline_parallel"),
+        submit="submit_mp.sh",
+    ),
+    "train_shard.py": Script(
+        yaml_config="config/shard.yaml",
+        splits=("tensor_parallel", "domain_parallel"),
+        submit="submit_shard.sh",
+    ),
 }
+SPLIT_KEYS = ("tensor_parallel", "context_parallel", "pipeline_parallel", "domain_parallel")
+
+
+def _scripts_that_split_by(key: str) -> str:
+    """The names of the scripts that split a model by a key: 'train_mp.py or train_shard.py'."""
+    names = [name for name, script in SCRIPTS.items() if key in script.splits]
+    return " or ".join(names)
+
+
 # Every key that splits a model, and the scripts that do it, in words.
-SPLITS = {
-    key: " or ".join(name for name, script in SCRIPTS.items() if key in script.splits)
-    for key in ("tensor_parallel", "context_parallel", "pipeline_parallel", "domain_parallel")
-}
-SHARDED, REPLICATED = ("zero2", "fsdp", "hsdp"), ("ddp", "zero1")
-STRATEGY_KEYS = {  # keys that belong to some values of data_parallel only
-    **dict.fromkeys(("cpu_offload", "gather_dtype", "prefetch", "wrap_policy"), SHARDED),
-    **dict.fromkeys(("bucket_cap_mb", "enable_channels_last"), REPLICATED),
-    **dict.fromkeys(("noddp", "gradient_compression"), ("ddp",)),
+SPLITS = {key: _scripts_that_split_by(key) for key in SPLIT_KEYS}
+SHARDED = ("zero2", "fsdp", "hsdp")
+REPLICATED = ("ddp", "zero1")
+# Keys that belong to some values of data_parallel only.
+STRATEGY_KEYS = {
+    "cpu_offload": SHARDED,
+    "gather_dtype": SHARDED,
+    "prefetch": SHARDED,
+    "wrap_policy": SHARDED,
+    "bucket_cap_mb": REPLICATED,
+    "enable_channels_last": REPLICATED,
+    "noddp": ("ddp",),
+    "gradient_compression": ("ddp",),
     "dp_shard": ("hsdp",),
 }
 NEAR = 0.75  # of difflib's similarity, from which on a name counts as misspelt
@@ -77,15 +101,21 @@ def load_config(
     place of the file's, where no option says otherwise. Raises UsageError, naming file, config and key, for values that
     do not fit the schema, and for ranks or batches that cannot be shared equally.
     """
-    options = parse_command_line(sys.argv[1:] if argv is None else argv, description, yaml_config)
-    path, name = options.pop("yaml_config"), options.pop("config")
+    # Words of the command line win over the preset, and that over the file.
+    words = sys.argv[1:] if argv is None else argv
+    options = parse_command_line(words, description, yaml_config)
+    path = options.pop("yaml_config")
+    name = options.pop("config")
     chosen = {**(preset or {}), **options}
     settings = {**read_named_config(path, name), **chosen}
+    where = f"{path}: {name}"
     if "local_batch_size" in chosen and "global_batch_size" not in chosen:
-        dp = check_config(settings, name, f"{path}: {name}", options).layout(world_size).dp
-        settings["global_batch_size"] = chosen["local_batch_size"] * dp
-    config = check_config(settings, name, f"{path}: {name}", options, world_size)
+        # How many ranks share the batch follows from the other settings, which are therefore checked first.
+        layout = check_config(settings, name, where, options).layout(world_size)
+        settings["global_batch_size"] = chosen["local_batch_size"] * layout.dp
+    config = check_config(settings, name, where, options, world_size)
     for key_name, script in SPLITS.items():
+        # A script refuses what only another one can split.
         if getattr(config, key_name) not in (1, "1x1") and key_name not in splits:
             raise UsageError(f"{key_name} {getattr(config, key_name)}: the model is split by {script}")
     if "domain_parallel" in splits and (config.sequence_parallel or config.tp_backend != "native"):
@@ -103,13 +133,19 @@ def read_named_config(path: Path | str, name: str) -> dict[str, Any]:
     return configs[name]
 
 
-def read_mappings(path: Path | str, kind: str) -> dict[str, dict[str, Any]]:
+def read_mappings(
+    path: Path | str,
+    kind: str,
+) -> dict[str, dict[str, Any]]:
     """All named mappings of a YAML file, unchecked. kind: what they are, for the message of the UsageError."""
     text = read_text(_or_ours(path))
     with reported_as_usage_error(ValueError, str(path)):
         mappings = parse_yaml(text)
-    if not isinstance(mappings, dict) or not all(isinstance(mapping, dict) for mapping in mappings.values()):
+    is_named = isinstance(mappings, dict)
+    # A file of YAML may hold anything.
+    if not is_named or not all(isinstance(mapping, dict) for mapping in mappings.values()):
         raise UsageError(f"{path}: expected named {kind}, each a mapping of keys to values")
+    # YAML reads names such as 1 or null as other things than text.
     for mapping in (mappings, *mappings.values()):
         for name in mapping:
             if not isinstance(name, str):
@@ -130,14 +166,20 @@ def parse_yaml(text: str) -> Any:
     try:
         return yaml().load(text)
     except MarkedYAMLError as error:
+        # The parser knows the line, counted from 0.
         mark = error.problem_mark or error.context_mark
-        raise ValueError(f"line {mark.line + 1 if mark else '?'}: {error.problem}") from None
+        line = mark.line + 1 if mark else "?"
+        raise ValueError(f"line {line}: {error.problem}") from None
     except (YAMLError, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(f"cannot be read as YAML: {first_line(error)}") from None
 
 
 def check_config(
-    settings: dict[str, Any], name: str, where: str, options: Collection[str] = (), world_size: int | None = None
+    settings: dict[str, Any],
+    name: str,
+    where: str,
+    options: Collection[str] = (),
+    world_size: int | None = None,
 ) -> Config:
     """Config from a mapping; `options` names the keys that came from the command line, for the message.
 
@@ -147,17 +189,23 @@ def check_config(
         config = Config(config=name, **settings)
     except ValidationError as error:
         raise UsageError(explain(error, Config, where, options)) from None
-    for problem in chain(_of_ranks(config, world_size) if world_size else (), _of_options(config), _of_rollout(config)):
+    # Problems are looked for one by one, and the first ends it.
+    of_ranks = _of_ranks(config, world_size) if world_size else ()
+    for problem in chain(of_ranks, _of_options(config), _of_rollout(config)):
         raise UsageError(f"{where}: {problem}")
     return config
 
 
 def _of_ranks(config: Config, world_size: int) -> Iterator[str]:
     """Why so many ranks cannot train this: they do not share the batch equally, or the split excludes an option."""
-    dp, batch, per_rank = config.layout(world_size).dp, config.global_batch_size, config.local_batch_size
+    dp = config.layout(world_size).dp
+    batch = config.global_batch_size
+    per_rank = config.local_batch_size
+    # Only data-parallel ranks share a batch.
     ranks = f"{dp} ranks" if dp == world_size else f"{dp} data-parallel ranks"
     if per_rank is not None and per_rank * dp != batch:
         yield f"global_batch_size {batch} is not local_batch_size {per_rank} x {ranks}: give one of them"
+    # Every rank has as many samples in every micro-batch.
     count = config.gradient_accumulation
     if batch % (dp * count):
         accumulated = f" in {count} micro-batches" if count > 1 else ""
@@ -177,6 +225,7 @@ def _of_ranks(config: Config, world_size: int) -> Iterator[str]:
             "enable_jit with dropout and tensor_parallel needs sequence_parallel (train_mp.py): ranks that share "
             "activations draw their random numbers outside of a compiled graph"
         )
+    # With fewer micro-batches than stages some stage would have nothing to do.
     stages = config.pipeline_parallel
     if config.pp_schedule != "gpipe" and count < stages:
         yield (
@@ -231,12 +280,16 @@ def _of_options(config: Config) -> Iterator[str]:
 def _of_rollout(config: Config) -> Iterator[str]:
     """The stages of a rollout do not follow each other, or a step does not give what the next one takes."""
     firsts = [0, *(first for first, _ in config.rollout_schedule)]
-    if sorted(set(firsts)) != firsts or not all(1 <= steps <= MOST_STEPS for _, steps in config.rollout_schedule):
+    is_increasing = sorted(set(firsts)) == firsts
+    has_good_steps = all(1 <= steps <= MOST_STEPS for _, steps in config.rollout_schedule)
+    if not is_increasing or not has_good_steps:
         yield (
             f"rollout_schedule {config.rollout_schedule}: give pairs of an iteration, in increasing order from 1, and "
             f"of the steps from there on, 1 to {MOST_STEPS}"
         )
-    n_in, n_out, steps = config.n_in_channels, config.n_out_channels, config.longest_rollout
+    n_in = config.n_in_channels
+    n_out = config.n_out_channels
+    steps = config.longest_rollout
     if steps > 1 and n_out < n_in:
         given = f"the model takes {n_in} channels and forecasts {n_out}"
         yield f"rollout_steps {steps}: {given}, not enough for a second step"
@@ -257,16 +310,28 @@ def write_config(config: Config, path: Path) -> None:
 
 def differing_keys(old: Config, new: Config, *affecting: Affects) -> list[str]:
     """Keys, in schema order, that affect one of these and differ; by default what decides the numbers of a run."""
+    # Keys of layout, speed and folders may change in a resumed run.
     keys = keys_that_affect(*(affecting or ("model", "result", "training")))
     return [key for key in keys if getattr(old, key) != getattr(new, key)]
 
 
-def explain(error: ValidationError, schema: type[BaseModel], where: str, options: Collection[str] = ()) -> str:
+def explain(
+    error: ValidationError,
+    schema: type[BaseModel],
+    where: str,
+    options: Collection[str] = (),
+) -> str:
     """One line about the first value that does not fit the schema; `options` came from the command line."""
+    # pydantic lists all problems, and one line has room for one.
     problem = min(error.errors(), key=lambda problem: problem["type"] == "missing")  # a misspelt key first
     name, *deeper = map(str, problem["loc"])
-    while len(deeper) > 1 and (inner := _model_of_values(schema, name)):
-        schema, where = inner, f"{where}: {deeper[0]}"
+    # A problem deeper inside is one of the model there: its place becomes a part of `where`.
+    while len(deeper) > 1:
+        inner = _model_of_values(schema, name)
+        if inner is None:
+            break
+        schema = inner
+        where = f"{where}: {deeper[0]}"
         name, *deeper = deeper[1:]
     if name in options:
         where = "command line"
@@ -274,6 +339,7 @@ def explain(error: ValidationError, schema: type[BaseModel], where: str, options
         return f"{where}: unknown key '{name}'{nearest(name, schema.model_fields)}"
     if problem["type"] == "missing":
         return f"{where}: key '{name}' is missing ({schema.model_fields[name].description})"
+    # pydantic's own words follow the value.
     message = problem["msg"].removeprefix("Input ")
     return f"{where}: {name}: {problem['input']!r} {message}"
 
@@ -281,22 +347,28 @@ def explain(error: ValidationError, schema: type[BaseModel], where: str, options
 def _model_of_values(schema: type[BaseModel], name: str) -> type[BaseModel] | None:
     """The model M of a field dict[..., M], None for any other field."""
     kinds = get_args(schema.model_fields[name].annotation)
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    for kind in kinds:
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
     """The words ` (did you mean '...'?)` with the one of `words` that is most like `word`; "" where none is near."""
-    near = difflib.get_close_matches(str(word), [str(w) for w in words], n=1, cutoff=NEAR)
+    known = [str(other) for other in words]
+    near = difflib.get_close_matches(str(word), known, n=1, cutoff=NEAR)
     return f" (did you mean '{near[0]}'?)" if near else ""
 
 
 def option_words(key: str, value: Any) -> list[str]:
     """The words of a command line that give a key this value: what parse_command_line reads back."""
+    # argparse has two options for a switch.
     if isinstance(value, bool):
         return [f"--{key}" if value else f"--no-{key}"]
     if isinstance(value, list):
         return [f"--{key}", *map(str, value)]
-    return [f"--{key}={'null' if value is None else value}"]
+    text = "null" if value is None else value
+    return [f"--{key}={text}"]
 
 
 def choices(key: str) -> tuple[str, ...]:
@@ -312,36 +384,51 @@ def _scalar(text: str) -> Any:
         return text
 
 
-def parse_command_line(argv: Sequence[str], description: str | None, yaml_config: str) -> dict[str, Any]:
+def parse_command_line(
+    argv: Sequence[str],
+    description: str | None,
+    yaml_config: str,
+) -> dict[str, Any]:
     """{option: value} of the words of a command line, `yaml_config` and `config` always. Raises UsageError."""
     parser = ArgumentParser(
-        description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,
+        description=description,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("--yaml_config", default=yaml_config, metavar="FILE", help="default: %(default)s")
     parser.add_argument("--config", default="base", metavar="NAME", help="named config in FILE, default: %(default)s")
     for name, field in Config.model_fields.items():
         if name == "config":
             continue
-        kinds = get_args(field.annotation) or (field.annotation,)
-        if field.annotation is bool:
-            how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-        elif get_origin(field.annotation) is dict:
-            how = {"type": _scalar, "metavar": "{KEY: VALUE}"}
-        elif str in kinds or any(isinstance(kind, str) for kind in kinds):
-            how = {"metavar": "|".join(kinds) if isinstance(kinds[0], str) else "TEXT"}
-        elif isinstance(field.annotation, type(list[int])):
-            how = {"type": _scalar, "nargs": "*" if field.default == [] else "+", "metavar": "X"}
-        else:
-            how = {"type": _scalar, "metavar": "X"}
-        parser.add_argument(
-            *(f"--{n}" for n in (name, *ALIASES.get(name, ()))), dest=name, help=field.description, **how
-        )
+        # An option may have further spellings.
+        flags = [f"--{spelling}" for spelling in (name, *ALIASES.get(name, ()))]
+        how = _how_to_read(field)
+        parser.add_argument(*flags, dest=name, help=field.description, **how)
     options, unknown = parser.parse_known_args(argv)
     if unknown:
+        # The first unknown word is the one that is explained.
         word = unknown[0].split("=")[0]
-        if instead := ELSEWHERE.get(word.lstrip("-")):
+        instead = ELSEWHERE.get(word.lstrip("-"))
+        if instead:
             raise UsageError(f"command line: there is no '{word}' here: use {instead}")
         near = nearest(word, [f"--{name}" for name in ("yaml_config", *Config.model_fields)])
         raise UsageError(f"command line: unknown option '{word}'{near}")
     return vars(options)
+
+
+def _how_to_read(field: FieldInfo) -> dict[str, Any]:
+    """The arguments of add_argument that follow from the type of a field of the schema."""
+    kinds = get_args(field.annotation) or (field.annotation,)
+    is_choice = isinstance(kinds[0], str)
+    is_text = str in kinds or any(isinstance(kind, str) for kind in kinds)
+    if field.annotation is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if get_origin(field.annotation) is dict:
+        return {"type": _scalar, "metavar": "{KEY: VALUE}"}
+    if is_text:
+        return {"metavar": "|".join(kinds) if is_choice else "TEXT"}
+    if isinstance(field.annotation, type(list[int])):
+        may_be_empty = field.default == []
+        return {"type": _scalar, "nargs": "*" if may_be_empty else "+", "metavar": "X"}
+    return {"type": _scalar, "metavar": "X"}

@@ -18,7 +18,9 @@ class SampleSource:
     """The function that DALI calls for every sample, here or in a worker process, which opens the files for itself."""
 
     def __init__(self, dataset: Dataset, order: Order, iterations: range):
-        self.dataset, self.order, self.iterations = dataset, order, iterations
+        self.dataset = dataset
+        self.order = order
+        self.iterations = iterations
 
     def __call__(self, info: types.SampleInfo) -> np.ndarray:
         """One sample, (n + k, C, h, w) float32; StopIteration after the last batch."""
@@ -26,8 +28,10 @@ class SampleSource:
             raise StopIteration
         self.dataset.open()
         iteration = self.iterations[info.iteration]
-        sample = np.empty((self.order.frames(iteration), *self.dataset.shape[1:]), np.float32)
-        self.dataset.read(self.order.samples(iteration)[info.idx_in_batch], sample)
+        frames = self.order.frames(iteration)
+        sample = np.empty((frames, *self.dataset.shape[1:]), np.float32)
+        samples = self.order.samples(iteration)
+        self.dataset.read(samples[info.idx_in_batch], sample)
         return sample
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -61,7 +61,12 @@ class BatchLoader:
         """Number of samples in the dataset."""
         return len(self.dataset)
 
-    def train(self, seed: int, start: int, stop: int) -> Generator[Batch, None, None]:
+    def train(
+        self,
+        seed: int,
+        start: int,
+        stop: int,
+    ) -> Generator[Batch, None, None]:
         """Batches of the training steps start, ..., stop - 1."""
         yield from self._paced(self._shared_batches(self.order(seed), range(start, stop)))
 
@@ -72,6 +77,7 @@ class BatchLoader:
         be 0 there.
         """
         order = self.order()
+        # Ranks have as many batches, so that they meet in the same collectives.
         counts = order.counts()
         batches = self._paced(self._shared_batches(order, range(len(counts))))
         for (x, y), count in zip(batches, counts, strict=True):
@@ -95,8 +101,16 @@ class BatchLoader:
 
     def order(self, seed: int | None = None) -> Order:
         """Samples that this rank reads in each iteration of training, or of validation if there is no seed."""
-        rank, ranks = comm.get_rank("dp"), comm.get_size("dp")
-        return Order(self.num_samples, self.batch_size, rank, ranks, seed, self.stages, self.frames, self.micro_batches)
+        return Order(
+            num_samples=self.num_samples,
+            batch_size=self.batch_size,
+            rank=comm.get_rank("dp"),
+            ranks=comm.get_size("dp"),
+            seed=seed,
+            stages=self.stages,
+            inputs=self.frames,
+            micro_batches=self.micro_batches,
+        )
 
     def _paced(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches, with the host at most AHEAD of the device: each batch takes memory there."""
@@ -104,6 +118,7 @@ class BatchLoader:
         if gpu is None:
             yield from batches
             return
+        # Without a limit the host would queue batches until the memory is full.
         used = deque[torch.Event]()
         for batch in batches:
             yield batch
@@ -117,25 +132,28 @@ class BatchLoader:
 
     def _shared_batches(self, order: Order, iterations: range) -> Iterator[Batch]:
         """As _batches; where several ranks train on the same samples, the first one reads and broadcasts them."""
+        # Ranks of a model share its samples: reading them once is enough.
         group = comm.get_group("tp_pp")
         if comm.get_size("tp_pp") == 1:
             yield from self._read_together(self._batches(order, iterations))
         elif reads_samples():
             for x, y in self._read_together(self._batches(order, iterations)):
-                x, y = x.contiguous(), y.contiguous()
-                for tensor in (x, y):
-                    dist.broadcast(tensor, group=group, group_src=0)
+                x = x.contiguous()
+                y = y.contiguous()
+                dist.broadcast(x, group=group, group_src=0)
+                dist.broadcast(y, group=group, group_src=0)
                 yield x, y
         else:
             h, w = self.dataset.shape[2:]
+            # This rank knows the shapes, and receives the values.
             for steps in self._read_together(map(order.steps, iterations)):
                 forced = self.forcings.channels(steps) if self.forcings else 0
-                channels = self.frames * self.n_in + forced, steps * self.n_out
-                x, y = (
-                    torch.empty(self.batch_size, n, h, w, dtype=torch.float32, device=self.device) for n in channels
-                )
-                for tensor in (x, y):
-                    dist.broadcast(tensor, group=group, group_src=0)
+                inputs = self.frames * self.n_in + forced
+                outputs = steps * self.n_out
+                x = torch.empty(self.batch_size, inputs, h, w, dtype=torch.float32, device=self.device)
+                y = torch.empty(self.batch_size, outputs, h, w, dtype=torch.float32, device=self.device)
+                dist.broadcast(x, group=group, group_src=0)
+                dist.broadcast(y, group=group, group_src=0)
                 yield x, y
 
     def _read_together(self, batches: Iterator[T]) -> Iterator[T]:
@@ -155,6 +173,7 @@ class BatchLoader:
                 batch = next(batches, None)
             except ConnectionLostError as error:
                 lost = error
+            # All ranks leave here together, or none.
             if self._is_so_anywhere(lost is not None):
                 raise next(filter(None, comm.gather(lost)))
             if batch is None:  # every rank has as many
@@ -172,10 +191,14 @@ class BatchLoader:
     def _split(self, frames: Tensor, samples: np.ndarray) -> Batch:
         """Input and target of normalised samples (B, n + k, C, h, w) of these numbers."""
         n = self.frames
-        x, y = frames[:, :n, : self.n_in], frames[:, n:, : self.n_out].flatten(1, 2)
-        x = x.flip(1).flatten(1, 2) if n > 1 else x[:, 0]  # the present frame first; one frame needs no copy
+        x = frames[:, :n, : self.n_in]  # (B, n, n_in, h, w), the present frame last
+        y = frames[:, n:, : self.n_out].flatten(1, 2)  # (B, k n_out, h, w)
+        # The present frame comes first; a single one needs no copy.
+        x = x.flip(1).flatten(1, 2) if n > 1 else x[:, 0]  # (B, n n_in, h, w)
         if self.forcings:
-            x = torch.cat([x, self.forcings(self.dataset.dates(samples, frames.shape[1] - n))], 1)
+            steps = frames.shape[1] - n
+            dates = self.dataset.dates(samples, steps)  # (B, k)
+            x = torch.cat([x, self.forcings(dates)], 1)
         return x, y
 
 
@@ -189,8 +212,11 @@ class DataLoader(BatchLoader):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        means, stds = torch.from_numpy(self.statistics.means), torch.from_numpy(self.statistics.stds)
-        self.scale, self.bias = (1 / stds).to(self.device), (-means / stds).to(self.device)
+        # (value - mean) / std is computed as value * scale + bias, in one pass.
+        means = torch.from_numpy(self.statistics.means)  # (C, 1, 1)
+        stds = torch.from_numpy(self.statistics.stds)
+        self.scale = (1 / stds).to(self.device)
+        self.bias = (-means / stds).to(self.device)
         self.gpu = device_module(self.device, "Stream")
         self.side_stream = self.gpu.Stream(self.device) if self.gpu else None
         self.pool = ThreadPoolExecutor(self.num_workers) if self.num_workers else None
@@ -205,8 +231,10 @@ class DataLoader(BatchLoader):
             self._join_ring()
 
     def _join_ring(self) -> None:
+        # With workers one batch can be read while another is copied.
         shape = (self.batch_size, *self.dataset.shape)
-        self.ring.join(shape, 3 if self.num_workers else 1)
+        slots = 3 if self.num_workers else 1
+        self.ring.join(shape, slots)
 
     def close(self) -> None:
         """Close the files, end the reading threads, and give the buffers back."""
@@ -218,7 +246,10 @@ class DataLoader(BatchLoader):
     def _batches(self, order: Order, iterations: range) -> Iterator[Batch]:
         reading = ReadingAhead(self, order, iterations)
         try:
-            while (slot := reading.next()) is not None:
+            while True:
+                slot = reading.next()
+                if slot is None:
+                    break
                 frames = self.to_device(slot)
                 yield self._split(frames, slot.samples)
         finally:
@@ -227,9 +258,12 @@ class DataLoader(BatchLoader):
 
     def start_reading(self, slot: Slot, order: Order, iteration: int) -> None:
         """Begin to fill a slot with the samples of an iteration; without workers it is full afterwards."""
+        # The copy of the last batch out of this slot must have ended.
         if slot.copied is not None:
             slot.copied.synchronize()
-        slot.samples, slot.reads = order.samples(iteration), []
+        slot.samples = order.samples(iteration)
+        slot.reads = []
+        # A shorter rollout fills only the front of the buffer.
         shape = (self.batch_size, order.frames(iteration), *self.dataset.shape[1:])
         slot.tensor = slot.memory[: math.prod(shape)].view(shape)
         for index, out in zip(slot.samples, slot.tensor.numpy(), strict=True):
@@ -240,6 +274,7 @@ class DataLoader(BatchLoader):
 
     def to_device(self, slot: Slot) -> Tensor:
         """The samples of a slot, normalised: (value - mean) / std."""
+        # On the CPU the buffer itself becomes the batch.
         if self.side_stream is None:
             frames = slot.tensor.to(self.device)
             return torch.addcmul(self.bias, frames, self.scale, out=frames)
@@ -247,8 +282,10 @@ class DataLoader(BatchLoader):
             frames = slot.tensor.to(self.device, non_blocking=True)
             slot.copied = self.side_stream.record_event()
             frames = torch.addcmul(self.bias, frames, self.scale)
+        # The step waits for the copy; the host does not.
         main = self.gpu.current_stream(self.device)
         main.wait_stream(self.side_stream)
+        # The allocator must not reuse this memory while the step reads it.
         frames.record_stream(main)
         return frames
 
@@ -257,9 +294,12 @@ class ReadingAhead:
     """One pass over iterations, which reads ahead as far as there are slots."""
 
     def __init__(self, loader: DataLoader, order: Order, iterations: range):
-        self.loader, self.order, self.iterations = loader, order, iterations
+        self.loader = loader
+        self.order = order
+        self.iterations = iterations
         self.started = 0  # iterations whose reading has begun
-        self.free, self.reading = deque[Slot](), deque[Slot]()
+        self.free: deque[Slot] = deque()
+        self.reading: deque[Slot] = deque()
 
     def next(self) -> Slot | None:
         """The slot with the next batch, which stays as it is until the next call; None after the last one."""
@@ -272,6 +312,7 @@ class ReadingAhead:
             self.started += 1
         if not self.reading:
             return None
+        # Batches come in order, so the oldest one is waited for.
         slot = self.reading[0]
         for read in slot.reads:
             read.result()
@@ -284,6 +325,7 @@ class ReadingAhead:
         for slot in self.reading:
             for read in slot.reads:
                 read.cancel() or read.exception()
+        # These iterations are read again when somebody asks for them.
         self.started -= len(self.reading)
         self.reading.clear()
         self.free.clear()

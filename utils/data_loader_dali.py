@@ -61,11 +61,21 @@ class BatchStream:
     """A DALI pipeline and its processes, which give the batches of the source one after another."""
 
     def __init__(self, loader: BatchLoader, source: SampleSource):
-        self.device, gpu, workers = loader.device, gpu_of(loader.device), max(1, loader.num_workers)
+        self.device = loader.device
+        gpu = gpu_of(loader.device)
+        workers = max(1, loader.num_workers)
         self.pipeline: Any = normalised_samples(
-            source, loader.statistics, parallel=loader.num_workers > 0, on_gpu=gpu is not None, device_id=gpu,
-            batch_size=loader.batch_size, num_threads=workers, py_num_workers=workers, py_start_method="spawn",
-        )  # fmt: skip
+            source,
+            loader.statistics,
+            parallel=loader.num_workers > 0,
+            on_gpu=gpu is not None,
+            device_id=gpu,
+            batch_size=loader.batch_size,
+            num_threads=workers,
+            py_num_workers=workers,
+            py_start_method="spawn",
+        )
+        # Which processes are DALI's is seen by comparing before and after.
         others = set(multiprocessing.active_children())
         with stop_signals_held_back():
             resource_tracker.ensure_running()  # multiprocessing's helper process; starting it unblocks signals
@@ -82,6 +92,7 @@ class BatchStream:
 
     def next(self) -> Tensor:
         """The next batch, (B, n + k, C, h, w). The memory is the tensor's own: DALI does not write to it again."""
+        # DALI copies in order with the work of this stream.
         stream = torch.cuda.current_stream(self.device) if gpu_of(self.device) is not None else None
         before = signal.signal(signal.SIGCHLD, lambda *_: self._check(1))  # DALI may wait for a lost one forever
         try:
@@ -92,6 +103,7 @@ class BatchStream:
                 signal.signal(signal.SIGCHLD, before)
             return torch.from_dlpack(batch.as_tensor()).to(self.device)
         except Exception as error:  # a worker's comes as its text, of another class
+            # The text of a worker's error names its class.
             message = str(error.__cause__)
             kind: type[Exception] = UsageError
             if f"{ConnectionLostError.__name__}: {message}" in str(error):
@@ -108,11 +120,13 @@ class BatchStream:
 
     def _loss(self, within: float) -> str:
         """An error for a process that has ended, or ends in so many seconds; '' while all live."""
-        if not connection.wait([worker.sentinel for worker in self.workers], within):
+        sentinels = [worker.sentinel for worker in self.workers]
+        if not connection.wait(sentinels, within):
             return ""
         for worker in self.workers:
             worker.join(1)  # DALI ends the others, with 0
-        code = next(filter(None, (worker.exitcode for worker in self.workers)), 0)
+        codes = [worker.exitcode for worker in self.workers if worker.exitcode]
+        code = codes[0] if codes else 0
         return (
             f"a data worker ended with exit code {code}; if it was killed for want of memory, "
             "choose a smaller batch or num_data_workers"
@@ -131,6 +145,7 @@ def normalised_samples(source: SampleSource, statistics: ChannelStatistics, para
     """The pipeline: normalised samples of the source, on the GPU where there is one."""
     float32 = types.FLOAT  # type: ignore[attr-defined]  # not in DALI's stubs
     samples = fn.external_source(source, batch=False, parallel=parallel, dtype=float32, ndim=4)  # (n + k, C, h, w)
+    # Normalisation runs where the batch is used.
     if on_gpu:
         samples = samples.gpu()
     return fn.normalize(samples, mean=statistics.means[None], stddev=statistics.stds[None])
@@ -139,7 +154,8 @@ def normalised_samples(source: SampleSource, statistics: ChannelStatistics, para
 @contextmanager
 def without_the_script() -> Iterator[None]:
     """Processes that start inside do not import this program's script, and with it torch, which they do not need."""
-    script, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
     try:
         yield
     finally:

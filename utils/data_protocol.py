@@ -28,7 +28,11 @@ class Dataset(Protocol):
     def read(self, index: int, out: np.ndarray) -> None:
         """Read a sample, or its first frames, into `out`, contiguous float32."""
 
-    def dates(self, indices: Sequence[int] | np.ndarray, steps: int) -> np.ndarray:
+    def dates(
+        self,
+        indices: Sequence[int] | np.ndarray,
+        steps: int,
+    ) -> np.ndarray:
         """The dates at which `steps` steps start, (len(indices), steps) datetime64[s]: from the present frame on."""
 
     def check_finite(self, index: int) -> None:

@@ -34,29 +34,36 @@ def select_device(name: str, local_rank: int = 0) -> torch.device:
     Raises UsageError for a name torch does not know or a device this machine lacks, and where 'auto' finds no GPU
     although there are some.
     """
+    # This also finds a GPU of ROCm, which calls itself cuda.
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name == "auto":
-        if accelerator is None and (there := promised_gpus()):
+        # A job that paid for GPUs must not train on the CPU in silence.
+        there = promised_gpus() if accelerator is None else ""
+        if there:
             raise UsageError(
                 f"{there}, but torch {torch.__version__} sees none: take a build of torch for this machine's driver, "
                 "in a container also the option for GPUs (--nv, --rocm); --device cpu trains on the CPU"
             )
         name = accelerator.type if accelerator else "cpu"
-    present = f"this machine has cpu{f' and {accelerator.type}' if accelerator else ' only'}"
+    beside_cpu = f" and {accelerator.type}" if accelerator else " only"
+    present = f"this machine has cpu{beside_cpu}"
     try:
         device = torch.device(name)
     except RuntimeError:
         raise UsageError(f"device '{name}': not a device torch knows; {present}") from None
+    # The CPU needs neither a number nor pinned memory.
     if device.type == "cpu":
         _keep_freed_memory()
         return device
     if accelerator is None or device.type != accelerator.type:
         raise UsageError(f"device '{name}': not on this machine; {present}")
     count = torch.accelerator.device_count()
+    # Ranks of a node take its devices in turn.
     if device.index is None:
         device = torch.device(device.type, local_rank % count)
     if device.index >= count:
         raise UsageError(f"device '{name}': this machine has {count} of them, numbered from 0")
+    # The setting counts only before the first pinned tensor.
     pin_exact_sizes(device)
     torch.accelerator.set_device_index(device.index)
     stay_near(device)
@@ -68,16 +75,19 @@ def _keep_freed_memory() -> None:
 
     By default it returns large blocks to the system, which clears every page of them again in the next step.
     """
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
         mallopt(-4, 0)  # M_MMAP_MAX: no block is mapped on its own
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: the end of the heap is never returned
 
 
 def promised_gpus() -> str:
     """Name the sign that this process should have GPUs; '' if there is none or they are hidden on purpose."""
+    # An empty list of visible devices hides all of them.
     if any(os.environ.get(name) == "" for name in VISIBLE):
         return ""
-    if count := os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_TASK"):
+    count = os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_TASK")
+    if count:
         return f"Slurm gave this job GPUs ({count} on this node)"
     there = driver()
     return f"this machine has a driver of {there[0]}" if there else ""
@@ -95,14 +105,24 @@ def driver() -> tuple[str, str] | None:
 def built_for() -> str:
     """Describe the target of this build of torch: 'CUDA 13.0', 'ROCm 7.1', 'XPU 2025' or 'no GPU'."""
     version = torch.version
-    kinds = {"ROCm": version.hip, "CUDA": version.cuda, "XPU": getattr(version, "xpu", None)}
-    return next((f"{name} {number}" for name, number in kinds.items() if number), "no GPU")
+    kinds = {
+        "ROCm": version.hip,
+        "CUDA": version.cuda,
+        "XPU": getattr(version, "xpu", None),
+    }
+    for name, number in kinds.items():
+        if number:
+            return f"{name} {number}"
+    return "no GPU"
 
 
 def device_module(device: torch.device, *needed: str) -> Any:
     """torch.cuda (for ROCm too), torch.xpu, ... of a device; None on the CPU, and without a function that is needed."""
-    module = torch.get_device_module(device) if device.type not in ("cpu", "meta") else None
-    return module if module and all(hasattr(module, name) for name in needed) else None
+    if device.type in ("cpu", "meta"):
+        return None
+    module = torch.get_device_module(device)
+    has_all = all(hasattr(module, name) for name in needed)
+    return module if has_all else None
 
 
 def backend_for(device: torch.device) -> str:
@@ -110,8 +130,10 @@ def backend_for(device: torch.device) -> str:
 
     Raises UsageError where this build of torch has none for them.
     """
+    # torch says which library belongs to a device, and whether this build has it.
     backend = dist.Backend.default_device_backend_map.get(device.type, "")
-    if device.type in dist.Backend.backend_capability.get(backend, ()) and dist.is_backend_available(backend):
+    is_for_device = device.type in dist.Backend.backend_capability.get(backend, ())
+    if is_for_device and dist.is_backend_available(backend):
         return backend
     raise UsageError(
         f"torch {torch.__version__} has no {backend or 'library'} through which ranks on {device.type} communicate: "
@@ -127,7 +149,9 @@ def physical_name(device: torch.device) -> str:
     if device.type != "cuda":
         return ""
     properties = torch.cuda.get_device_properties(device)
-    address = ":".join(str(getattr(properties, f"pci_{part}_id", "")) for part in ("domain", "bus", "device"))
+    # Newer versions of torch tell the address, older ones give empty parts.
+    parts = [getattr(properties, f"pci_{part}_id", "") for part in ("domain", "bus", "device")]
+    address = ":".join(map(str, parts))
     return f"{socket.gethostname()} {address} {properties.uuid}"
 
 
@@ -152,7 +176,8 @@ def capture_stream() -> torch.cuda.Stream:
 @contextlib.contextmanager
 def on_capture_stream() -> Iterator[None]:
     """A context whose work runs on the capture stream, in order with what the current stream gets before and after."""
-    current, side = torch.cuda.current_stream(), capture_stream()
+    current = torch.cuda.current_stream()
+    side = capture_stream()
     side.wait_stream(current)
     with torch.cuda.stream(side):
         yield
@@ -166,6 +191,7 @@ def on_this_device(function: Callable[[], None]) -> Callable[[], None]:
     """
     if not torch.accelerator.is_available():
         return function
+    # The device of the thread that calls this.
     index = torch.accelerator.current_device_index()
 
     def run() -> None:
@@ -177,6 +203,7 @@ def on_this_device(function: Callable[[], None]) -> Callable[[], None]:
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """A small tensor on the device: copied there from the host without waiting for what the device still has to do."""
+    # Only a copy from pinned memory lets the host go on.
     from_host = x.device.type == "cpu" and device_module(device, "Stream")
     return x.pin_memory().to(device, non_blocking=True) if from_host else x.to(device)
 
@@ -191,7 +218,8 @@ def empty_host_cache() -> None:
     """Give the pinned memory that torch keeps for its next tensors back to the system."""
     public = getattr(torch.accelerator, "empty_host_cache", None)  # of newer torch
     private = getattr(torch._C, "_host_emptyCache", None)  # of builds for CUDA and ROCm
-    if empty := public or private:
+    empty = public or private
+    if empty:
         empty()
 
 
@@ -205,6 +233,7 @@ def pin_exact_sizes(device: torch.device) -> None:
     if device.type != "cuda" or read is None or write is None:
         return
     before = read()
+    # The user's own setting wins.
     if EXACT_PINNING.partition(":")[0] in before:
         return
     try:
@@ -215,7 +244,8 @@ def pin_exact_sizes(device: torch.device) -> None:
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Most memory that this process has held: allocated by torch on a GPU, else resident on the host."""
-    if gpu := device_module(device, "max_memory_allocated"):
+    gpu = device_module(device, "max_memory_allocated")
+    if gpu:
         return gpu.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB on Linux

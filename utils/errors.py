@@ -67,7 +67,10 @@ def _number(kind, name, least, most):
 
 
 @contextmanager
-def reported_as_usage_error(kind: type[Exception] | tuple[type[Exception], ...], where: str) -> Iterator[None]:
+def reported_as_usage_error(
+    kind: type[Exception] | tuple[type[Exception], ...],
+    where: str,
+) -> Iterator[None]:
     """Turn an exception of `kind`, from a module that knows no settings, into a UsageError that begins with `where`."""
     try:
         yield
@@ -99,19 +102,28 @@ def os_errors_as_usage_errors() -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or the exception's name where it has none."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    # The rest of a long message is a trace, or advice to programmers.
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def status_of(error: BaseException) -> int:
     """The exit status of a program that ends with an error."""
     if isinstance(error, UsageError):
         return USAGE_STATUS
+    # Lost data come back, so the same command can go on later.
     return STOPPED_STATUS if isinstance(error, ConnectionLostError) else FAILED_STATUS
 
 
 def one_line(text: str) -> str:
     """A message as a terminal may show it: control characters escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    shown = []
+    for character in text:
+        if character.isprintable():
+            shown.append(character)
+        else:
+            shown.append(character.encode("unicode_escape").decode())
+    return "".join(shown)
 
 
 def print_error(message: str) -> None:
@@ -122,7 +134,9 @@ def print_error(message: str) -> None:
 
 def leave_for_torchrun(message: str) -> None:
     """Write why this rank ends to the file that torchrun, if it started the rank, reads for its own summary."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        # This is the form in which torchrun reads it.
         answer = {"message": one_line(message), "extraInfo": {"timestamp": int(time.time())}}
         with suppress(OSError), open(file, "w") as opened:
             json.dump({"message": answer}, opened)
@@ -135,6 +149,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     """
     if sys.stderr is None:  # closed: what is said goes nowhere, and all else goes on
         sys.stderr = open(os.devnull, "w")
+    # A crash in native code then shows where Python was.
     faulthandler.enable(sys.__stderr__ or sys.stderr)
     try:
         with os_errors_as_usage_errors():
@@ -147,6 +162,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     except BrokenPipeError:  # whoever read the output has had enough, as `| head -1` has
         status = BROKEN_PIPE_STATUS
     try:
+        # What is still in the buffer may meet a closed pipe.
         sys.stdout and sys.stdout.flush()
     except OSError:  # Python would try once more, and complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

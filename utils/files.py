@@ -17,6 +17,7 @@ def check_file(path: Path | str) -> None:
         kind = Path(path).stat()
     except (OSError, ValueError) as error:  # a name with a NUL character
         raise UsageError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    # A pipe would block whoever reads it.
     if not stat.S_ISREG(kind.st_mode):
         raise UsageError(f"{path}: is {'a folder' if stat.S_ISDIR(kind.st_mode) else 'not a regular file'}")
 
@@ -37,6 +38,7 @@ def read_json(path: Path | str) -> Any:
 
 def write_json(path: Path | str, record: Any) -> None:
     """Write a record as JSON; NaN and infinity, which JSON does not have, become null."""
+    # json writes NaN and infinity, which no other reader takes, and reads them as constants.
     finite = json.loads(json.dumps(record), parse_constant=lambda _: None)
     with whole_file(Path(path)) as part:
         part.write_text(json.dumps(finite, indent=1) + "\n")
@@ -51,6 +53,7 @@ def whole_file(path: Path) -> Iterator[Path]:
         yield part
         with open(part, "rb") as file:
             os.fsync(file.fileno())  # before the name says that it is complete
+        # Readers see the old file or the new one, never a part.
         part.replace(path)
         sync_folder(path.parent)
     except OSError as error:
@@ -62,6 +65,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 def sync_folder(folder: Path) -> None:
     """Return when the names in a folder, after a rename, are on disk, where its file system can say so."""
+    # A rename is an entry of the folder, which has to be written too.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):

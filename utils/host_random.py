@@ -30,6 +30,7 @@ class HostRandom:
 
     def __enter__(self) -> "HostRandom":
         """Put these generators in place."""
+        # A `with` may stand inside another: the generators outside are put on a stack.
         outside = random.getstate(), get_bit_generator()
         self._outside.append(outside)
         random.setstate(self.python)
@@ -50,21 +51,26 @@ class HostRandom:
     def tensors(self) -> dict[str, Tensor]:
         """The states as tensors of fixed sizes; all their whole numbers are below 2^53, exact in float64."""
         _, words, spare = self.python  # spare: the second of two normal numbers that are drawn together, or None
+        # The numbers of a tensor have one type, so whether there is a spare is a number too.
         python = [*words, float(spare is not None), spare or 0.0]
         state: Any = self.numpy.state["state"]
+        from_numpy = [*state["key"], state["pos"]]
         return {
             "python": torch.tensor(python, dtype=torch.float64),
-            "numpy": torch.tensor([*state["key"], state["pos"]], dtype=torch.float64),
+            "numpy": torch.tensor(from_numpy, dtype=torch.float64),
         }
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Put back what `tensors` has given, or a part of it."""
         if "python" in tensors:
-            *words, has_spare, spare = tensors["python"].tolist()
-            self.python = PYTHON_VERSION, tuple(map(int, words)), spare if has_spare else None
+            # The reverse of `tensors`.
+            *numbers, has_spare, spare = tensors["python"].tolist()
+            words = tuple(map(int, numbers))
+            self.python = PYTHON_VERSION, words, spare if has_spare else None
         if "numpy" in tensors:
-            *key, position = tensors["numpy"].tolist()
-            state: Any = {"key": np.array(key, dtype=np.uint32), "pos": int(position)}
+            *numbers, position = tensors["numpy"].tolist()
+            key = np.array(numbers, dtype=np.uint32)
+            state: Any = {"key": key, "pos": int(position)}
             self.numpy.state = {"bit_generator": "MT19937", "state": state}
 
 
@@ -75,6 +81,7 @@ def host_generators() -> tuple[Any, ...]:
 
 def _state_of_numpy():
     """The memory of numpy's generator: what its own `state` says of it takes as long as a small layer computes."""
+    # Somebody may have put another generator in place of numpy's own.
     generator = get_bit_generator()
     if isinstance(generator, np.random.MT19937):
         return ctypes.string_at(generator.ctypes.state_address, MERSENNE_BYTES)

@@ -16,7 +16,11 @@ from utils.mpi_launch import MpiRank, find_mpi, mpi_address, mpi_port, read_mpi
 log = logging.getLogger(__name__)
 SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
 ELSEWHERE = "203.0.113.1"  # in a network for documentation (RFC 5737): where packets to nowhere in particular go
-BOUNDS = {"MASTER_PORT": (1, 2**16 - 1), "WORLD_SIZE": (1, 2**20), "SLURM_STEP_NUM_NODES": (1, 2**20)}
+BOUNDS = {
+    "MASTER_PORT": (1, 2**16 - 1),
+    "WORLD_SIZE": (1, 2**20),
+    "SLURM_STEP_NUM_NODES": (1, 2**20),
+}
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -42,37 +46,43 @@ def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
 
     Raises UsageError where variables are missing, are no numbers, or contradict each other.
     """
+    # A step of srun tells how many tasks it has, whoever starts the ranks inside.
     tasks = _number(env, "SLURM_STEP_NUM_TASKS", 1)
     if "RANK" in env or "WORLD_SIZE" in env:
+        # torchrun sets all of these variables, and so does our script.
         missing = [name for name in VARIABLES if name not in env]
         if missing:
             raise UsageError(
                 f"RANK or WORLD_SIZE is set, but not {', '.join(missing)}: start with torchrun, srun or plain python, "
                 "or unset it"
             )
-        rank, local_rank, size, port = (_number(env, n) for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"))
+        rank = _number(env, "RANK")
+        local_rank = _number(env, "LOCAL_RANK")
+        size = _number(env, "WORLD_SIZE")
+        port = _number(env, "MASTER_PORT")
         if "LOCAL_WORLD_SIZE" in env:  # torchrun
             nodes = -(-size // max(1, _number(env, "LOCAL_WORLD_SIZE")))
         else:
             nodes = _number(env, "SLURM_STEP_NUM_NODES", 1)
         launch = Launch(rank, local_rank, size, nodes, env["MASTER_ADDR"], port)
+        # The script sets the variables once; each task of srun must have its own.
         by_srun = tasks > 1 and "TORCHELASTIC_RUN_ID" not in env
         if by_srun and (rank, size) != (_number(env, "SLURM_PROCID"), tasks):
             raise UsageError(
                 f"RANK {rank} of {size} contradicts srun's task {env['SLURM_PROCID']} of {tasks}: source "
                 "export_DDP_vars.sh inside each task, not in the batch script"
             )
-    elif (mpi := _read_mpi(env, tasks)) is not None:
-        port = _number(env, "MASTER_PORT") if "MASTER_PORT" in env else mpi_port(env)
-        launch = Launch(mpi.rank, mpi.local_rank, mpi.size, mpi.nodes, mpi_address(env, mpi), port)
-    elif tasks > 1:
-        launch = Launch(
-            _number(env, "SLURM_PROCID"), _number(env, "SLURM_LOCALID"), tasks,
-            _number(env, "SLURM_STEP_NUM_NODES"), env.get("MASTER_ADDR") or _slurm_master(env),
-            _number(env, "MASTER_PORT") if "MASTER_PORT" in env else 12000 + _number(env, "SLURM_JOB_ID") % 20000,
-        )  # fmt: skip
     else:
-        return Launch()
+        mpi = _read_mpi(env, tasks)
+        if mpi is not None:
+            port = _number(env, "MASTER_PORT") if "MASTER_PORT" in env else mpi_port(env)
+            address = mpi_address(env, mpi)
+            launch = Launch(mpi.rank, mpi.local_rank, mpi.size, mpi.nodes, address, port)
+        elif tasks > 1:
+            launch = _read_srun(env, tasks)
+        else:
+            return Launch()
+    # From here on the numbers come from any launcher.
     if launch.world_size > 1 and not launch.master_addr.strip():
         raise UsageError("MASTER_ADDR is empty: it is the address of rank 0's node")
     if not 0 <= launch.rank < launch.world_size:
@@ -80,8 +90,25 @@ def read_launch(env: Mapping[str, str] = os.environ) -> Launch:
     return launch
 
 
+def _read_srun(env: Mapping[str, str], tasks: int) -> Launch:
+    """The Launch of a task of srun. tasks: of its step."""
+    rank = _number(env, "SLURM_PROCID")
+    local_rank = _number(env, "SLURM_LOCALID")
+    nodes = _number(env, "SLURM_STEP_NUM_NODES")
+    address = env.get("MASTER_ADDR") or _slurm_master(env)
+    return Launch(rank, local_rank, tasks, nodes, address, _srun_port(env))
+
+
+def _srun_port(env: Mapping[str, str]) -> int:
+    """The port of rank 0: jobs that share a node have different numbers, and so different ports."""
+    if "MASTER_PORT" in env:
+        return _number(env, "MASTER_PORT")
+    return 12000 + _number(env, "SLURM_JOB_ID") % 20000
+
+
 def _read_mpi(env: Mapping[str, str], tasks: int) -> MpiRank | None:
     """The rank that mpiexec gave this process; None without it, or where srun gave it. tasks: of the step of srun."""
+    # srun sets some of MPI's variables as well.
     family = find_mpi(env)
     if family is None:
         return None
@@ -111,9 +138,11 @@ def name_gloo_interface(launch: Launch) -> None:
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
+    # On a single node the loopback is enough.
     interface = "lo" if launch.nodes == 1 else interface_towards(launch.master_addr)
     if interface == "lo" and launch.nodes > 1:
-        others = [name for name, address in interface_addresses().items() if not address.startswith("127.")]
+        addresses = interface_addresses()
+        others = [name for name, address in addresses.items() if not address.startswith("127.")]
         if others:  # else the nodes are simulated on one machine
             interface = others[0] if len(others) == 1 else interface_towards(ELSEWHERE)
         if not interface:
@@ -128,13 +157,17 @@ def name_gloo_interface(launch: Launch) -> None:
 def interface_towards(address: str) -> str:
     """Name of the network interface by which this machine reaches an address; '' where that cannot be told."""
     try:
-        family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        found = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)
+        family, _, _, _, target = found[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # chooses a route; nothing is sent
             local_address = probe.getsockname()[0]
     except OSError:
         return ""
-    return next((name for name, address in interface_addresses().items() if address == local_address), "")
+    for name, own_address in interface_addresses().items():
+        if own_address == local_address:
+            return name
+    return ""
 
 
 def interface_addresses() -> dict[str, str]:
@@ -143,18 +176,26 @@ def interface_addresses() -> dict[str, str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
-                record = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+                # The kernel takes the name in a record of C, and writes the address behind it.
+                request = struct.pack("256s", name[:15].encode())
+                record = fcntl.ioctl(probe, SIOCGIFADDR, request)
                 addresses[name] = socket.inet_ntoa(record[20:24])
     return addresses
 
 
-def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
+def _number(
+    env: Mapping[str, str],
+    name: str,
+    otherwise: int | None = None,
+) -> int:
     try:
-        value = int(env[name] if otherwise is None else env.get(name, otherwise))
+        text = env[name] if otherwise is None else env.get(name, otherwise)
+        value = int(text)
     except KeyError:
         raise UsageError(f"{name} is not set, although srun started several tasks") from None
     except ValueError:
         raise UsageError(f"{name}='{env[name]}' is not a whole number") from None
+    # Numbers beyond their bounds would fail much later, and less clearly.
     least, most = BOUNDS.get(name, (0, 2**31 - 1))
     if not least <= value <= most:
         raise UsageError(f"{name}={value} is not within {least} to {most}")
@@ -163,11 +204,14 @@ def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> 
 
 def _slurm_master(env: Mapping[str, str]) -> str:
     """The address of rank 0: the first node of the step, or the node of srun where that name does not resolve."""
+    # All ranks are on this machine.
     if env.get("SLURM_STEP_NUM_NODES") == "1":
         return "127.0.0.1"
     nodes = env.get("SLURM_STEP_NODELIST", "")
     try:
-        listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+        command = ["scontrol", "show", "hostnames", nodes]
+        listed = subprocess.run(command, capture_output=True, text=True, check=True)
+        # Slurm lists the nodes in the order of the tasks.
         first = listed.stdout.split()[0]
         socket.getaddrinfo(first, None)
         return first

@@ -14,23 +14,30 @@ DIMENSIONS = {
     "tp": "tensor parallel",
     "pp": "pipeline parallel",
 }
-PARTS = {"dp": ("dp_shard", "dp_replicate"), "domain": ("domain_lon", "domain_lat")}  # of the mesh, fastest first
+# Two dimensions have two dimensions of the mesh each. The first one has adjacent ranks as neighbours.
+PARTS = {
+    "dp": ("dp_shard", "dp_replicate"),
+    "domain": ("domain_lon", "domain_lat"),
+}
 Sizes = tuple[int, ...]  # of the pieces of a dimension, by rank
 ORDER = "tp-cp-domain-dp-pp"  # neighbours along the first dimension are adjacent ranks
 
 
 def tile_counts(domain_parallel: int | str) -> tuple[int, int]:
     """Ranks along latitude and longitude: 4 or "4" -> (4, 1), "2x2" -> (2, 2). Raises UsageError for anything else."""
+    # A number of bands is a column of tiles.
     counts = str(domain_parallel).split("x")
     if len(counts) > 2 or not all(n.isdecimal() and int(n) for n in counts):
         raise UsageError(f"domain_parallel '{domain_parallel}': expected ranks along latitude, or 2x2 for tiles")
-    rows, columns = (*map(int, counts), 1)[:2]
+    rows = int(counts[0])
+    columns = int(counts[1]) if len(counts) == 2 else 1
     return rows, columns
 
 
 def shard_sizes(length: int, size: int) -> Sizes:
     """Cut `length` into `size` contiguous pieces as even as possible, the longer first: (45, 4) -> (12, 11, 11, 11)."""
-    return tuple(length // size + (rank < length % size) for rank in range(size))
+    shortest, longer = divmod(length, size)  # so many pieces have one more
+    return tuple(shortest + (rank < longer) for rank in range(size))
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,9 @@ class Layout:
 
     def __post_init__(self):
         named = self.order.split("-")
-        if len(set(named)) < len(named) or not set(named) <= set(DIMENSIONS):
+        is_repeated = len(set(named)) < len(named)
+        is_known = set(named) <= set(DIMENSIONS)
+        if is_repeated or not is_known:
             raise UsageError(
                 f"parallel_order '{self.order}': name each of {', '.join(DIMENSIONS)} at most once, as in {ORDER}"
             )
@@ -70,7 +79,8 @@ class Layout:
     @property
     def dp(self) -> int:
         """Number of data-parallel ranks."""
-        return self.world_size // (self.tp * self.cp * self.pp * math.prod(self.domain))
+        others = self.tp * self.cp * self.pp * math.prod(self.domain)
+        return self.world_size // others
 
     def describe(self, *names: str) -> str:
         """The named dimensions that have more than one rank, as text: tp 2 x domain 2x2."""
@@ -85,30 +95,53 @@ class Layout:
     def mesh_dims(self) -> dict[str, int]:
         """{name: size} of the mesh. Ranks are numbered in row-major order, so the slowest dimension comes first."""
         shard = self.shard or self.dp
-        sizes = {"dp_shard": shard, "dp_replicate": self.dp // shard, "tp": self.tp, "cp": self.cp, "pp": self.pp}
-        sizes |= {"domain_lat": self.domain[0], "domain_lon": self.domain[1]}
-        order = self.order.split("-") + [name for name in ORDER.split("-") if name not in self.order.split("-")]
-        fastest_first = [part for name in order for part in PARTS.get(name, (name,))]
+        rows, columns = self.domain
+        sizes = {
+            "dp_shard": shard,
+            "dp_replicate": self.dp // shard,
+            "tp": self.tp,
+            "cp": self.cp,
+            "pp": self.pp,
+            "domain_lat": rows,
+            "domain_lon": columns,
+        }
+        # Dimensions that the order leaves out follow in the usual order.
+        named = self.order.split("-")
+        left_out = [name for name in ORDER.split("-") if name not in named]
+        fastest_first: list[str] = []
+        for name in named + left_out:
+            fastest_first += PARTS.get(name, (name,))
         return {name: sizes[name] for name in reversed(fastest_first)}
 
     def groups(self, name: str) -> np.ndarray:
         """The groups of ranks along a dimension, (groups, ranks of a group)."""
+        # Ranks are numbered in row-major order of these dimensions.
         dims = self.mesh_dims
         along = [d for d in dims if d in PARTS.get(name, (name,))]
         ranks = np.arange(self.world_size).reshape(*dims.values())
+        size = math.prod(dims[d] for d in along)
         axes = [list(dims).index(d) for d in along]
-        return np.moveaxis(ranks, axes, range(-len(axes), 0)).reshape(-1, math.prod(dims[d] for d in along))
+        # With its own axes last, every row is one group.
+        own_axes_last = np.moveaxis(ranks, axes, range(-len(axes), 0))
+        return own_axes_last.reshape(-1, size)
 
     def table(self, ranks_per_node: int) -> str:
         """The groups of every dimension as text, and which of them lie inside a node."""
         lines = [f"{self.world_size} ranks, {ranks_per_node} a node, order {self.order}"]
+        # Only dimensions that are really split have a line.
         names = [name for name in DIMENSIONS if len(self.groups(name)[0]) > 1]
-        if 1 < (self.shard or self.dp) < self.dp:
+        is_sharded_in_part = self.shard is not None and 1 < self.shard < self.dp
+        if is_sharded_in_part:
             names += ["dp_shard", "dp_replicate"]
         for name in names:
             groups = self.groups(name)
+            # A group that crosses nodes communicates over the network.
             crossing = sum(len(set(group // ranks_per_node)) > 1 for group in groups)
             where = "inside a node" if not crossing else f"{crossing} of {len(groups)} cross nodes"
-            text = " ".join("[" + " ".join(map(str, group)) + "]" for group in groups)
+            bracketed = []
+            for group in groups:
+                ranks = " ".join(map(str, group))
+                bracketed.append(f"[{ranks}]")
+            text = " ".join(bracketed)
             lines.append(f"{name:12} {len(groups)} x {len(groups[0])}  {where:20} {text}")
         return "\n".join(lines)

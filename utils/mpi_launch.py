@@ -11,7 +11,9 @@ from pathlib import Path
 
 from utils.errors import UsageError
 
-FIRST_PORT, PORTS = 12000, 20000  # 12000-31999: below the ports that systems hand out
+# Ports 12000 to 31999 are below those that systems hand out.
+FIRST_PORT = 12000
+PORTS = 20000
 # A name that all ranks of one start share, and no other start on their nodes.
 NAMES_OF_START = ("PMIX_NAMESPACE", "PALS_APID", "OMPI_MCA_ess_base_jobid")
 NAMES_OF_JOB = ("PBS_JOBID", "LSB_JOBID", "COBALT_JOBID", "SLURM_JOB_ID", "JOB_ID")
@@ -84,6 +86,7 @@ def find_mpi(env: Mapping[str, str]) -> MpiVariables | None:
             raise UsageError(
                 f"{there[0]} is set, but not {missing}: start with {family.launcher}'s mpiexec, or unset it"
             )
+        # A launcher with one rank started an ordinary process.
         if _number(env, family.size, least=1) > 1:
             return family
         return None
@@ -97,6 +100,7 @@ def read_mpi(env: Mapping[str, str], family: MpiVariables) -> MpiRank:
     """The rank that the variables of a family tell. Raises UsageError where some are missing, or contradict others."""
     rank = _number(env, family.rank)
     size = _number(env, family.size, least=1)
+    # Versions of a launcher name the variable differently.
     local_rank_name = _first_set(env, family.local_rank)
     if local_rank_name is None:
         wanted = " or ".join(family.local_rank)
@@ -125,6 +129,7 @@ def mpi_address(env: Mapping[str, str], mpi: MpiRank) -> str:
         return "127.0.0.1"
     node_file = env.get("PBS_NODEFILE", "")
     try:
+        # PBS lists the nodes in the order of the ranks.
         hosts = Path(node_file).read_text().split() if node_file else []
     except (OSError, ValueError):
         hosts = []
@@ -144,14 +149,21 @@ def mpi_port(env: Mapping[str, str]) -> int:
     return FIRST_PORT + zlib.crc32(shared.encode()) % PORTS
 
 
-def _first_set(env: Mapping[str, str], names: tuple[str, ...]) -> str | None:
+def _first_set(
+    env: Mapping[str, str],
+    names: tuple[str, ...],
+) -> str | None:
     for name in names:
         if name in env:
             return name
     return None
 
 
-def _number(env: Mapping[str, str], name: str, least: int = 0) -> int:
+def _number(
+    env: Mapping[str, str],
+    name: str,
+    least: int = 0,
+) -> int:
     try:
         value = int(env[name])
     except ValueError:

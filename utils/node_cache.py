@@ -35,7 +35,8 @@ class NodeCache:
     """
 
     def __init__(self, folder: Path | str, gib: float):
-        self.folder, self.limit = Path(folder), int(gib * 2**30)
+        self.folder = Path(folder)
+        self.limit = int(gib * 2**30)
         self.is_full = False  # of the disk, which was said
         try:
             (self.folder / "locks").mkdir(parents=True, exist_ok=True)
@@ -118,6 +119,7 @@ class NodeCache:
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
                 entries.append((status.st_mtime, status.st_size, path))
+        # Files may have been removed by hand, so they are counted anew.
         total = sum(length for _, length, _ in entries)
         is_too_much = total + size > self.limit
         most = max(0, int(FILLED * self.limit) - size) if is_too_much else self.limit
@@ -143,6 +145,7 @@ class NodeCache:
         (self.folder / "total").write_bytes(TOTAL.pack(total))
 
     def _path(self, name: str) -> Path:
+        # Names are addresses with slashes, so a file is named by a hash.
         digest = self._digest(name)
         return self.folder / digest[:2] / digest[2:]
 

@@ -13,6 +13,7 @@ PCI = Path("/sys/bus/pci/devices")
 def pci_address(device: torch.device) -> str | None:
     """The address of a GPU of CUDA or ROCm, as Linux writes it: 0000:c1:00.0; None where torch does not tell."""
     properties = torch.cuda.get_device_properties(device)
+    # Older versions of torch do not know the address.
     parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     if None in parts:
         return None
@@ -42,7 +43,9 @@ def stay_near(device: torch.device) -> None:
     if address is None:
         return
     try:
+        # Linux lists the CPUs on the device's side of the node.
         near = cpus_in((PCI / address / "local_cpulist").read_text())
+        # A launcher may have bound this process to some CPUs already.
         allowed = os.sched_getaffinity(0)
         chosen = allowed & near
         has_all_of_them = bool(chosen) and chosen == near  # nobody has bound it, as with torchrun

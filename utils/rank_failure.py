@@ -18,7 +18,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -38,9 +37,12 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 # Keys of the store: the error, the number of ranks that know it, whether all shall end now.
-FIRST_FAILURE, KNOWN, END = "first_failure", "known", "end"
+FIRST_FAILURE = "first_failure"
+KNOWN = "known"
+END = "end"
 LOST = "the loss of rank 0"
-POLL_SECONDS, SHORT_POLL_SECONDS = 0.5, 0.05
+POLL_SECONDS = 0.5
+SHORT_POLL_SECONDS = 0.05
 RANK_0_SECONDS = 3  # by which rank 0 may be later than another one: it speaks for all where they have the same error
 FAREWELL_SECONDS = 10  # at most, for ranks that are slow to notice
 FILE_NAME = "collectives-rank{}.json"
@@ -57,7 +59,9 @@ class FailureListener:
     """Watches for the failure of other ranks. store: a connection of its own: the process group's may be waiting."""
 
     def __init__(self, store: "Store", rank: int, world_size: int):
-        self.store, self.rank, self.world_size = store, rank, world_size
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
         self.leaving = threading.Event()
         self.ending = threading.Lock()  # of this process: whoever takes it speaks for the rank, and ends it
         self.thread = threading.Thread(target=self._listen, daemon=True)
@@ -72,7 +76,9 @@ class FailureListener:
         """Say why, to people and to the other ranks, and end without waiting for their collectives."""
         status = status_of(error)
         expected = isinstance(error, UsageError | ConnectionLostError | NonFiniteLossError | KeyboardInterrupt)
-        text = one_line(f"{error if expected else f'{type(error).__name__}: {error}'}")
+        # The words of an error that is expected say it all; of any other the kind matters too.
+        text = one_line(str(error) if expected else f"{type(error).__name__}: {error}")
+        # Every message names the rank that it comes from.
         message = f"rank {self.rank}: {text}"
         self.ending.acquire()
         if not expected:
@@ -80,9 +86,11 @@ class FailureListener:
         try:
             if self.rank > 0:
                 wait_until(lambda: self.store.check([FIRST_FAILURE]), RANK_0_SECONDS)
+            # The first error in the store is the one that counts.
             first = self.store.compare_set(FIRST_FAILURE, "", f"{status} {message}").decode()
         except RuntimeError:  # the store lives in rank 0, which is gone
             first = f"{status} {LOST}"
+        # This rank was the first, so it speaks for all.
         if first == f"{status} {message}":
             print_error(message)
             if not expected:
@@ -93,6 +101,7 @@ class FailureListener:
 
     def _end_because_of(self, first: str, own_error: str = "") -> NoReturn:
         """End this rank after another. own: an error that this rank expected."""
+        # The text in the store begins with the exit status.
         status, message = first.split(" ", 1)
         if int(status) == FAILED_STATUS:
             write_record(f"because of {message}")
@@ -108,6 +117,7 @@ class FailureListener:
     def _wait_for_others(self) -> None:
         """Wait until all ranks know the error, so that they end together: torchrun kills those that are later."""
         with contextlib.suppress(RuntimeError):
+            # Each rank counts itself, and rank 0 says when all know.
             self.store.add(KNOWN, 1)
             if self.rank > 0:
                 wait_until(lambda: self.store.check([END]), FAREWELL_SECONDS)
@@ -146,6 +156,7 @@ def agent_has_store() -> bool:
 
 def end_with_launcher(rank: int) -> None:
     """End this process when torchrun, which started it, is gone; whoever starts the run again finds no old ranks."""
+    # A process whose parent is gone gets another parent.
     agent = os.getppid()
 
     def watch() -> None:
@@ -187,16 +198,22 @@ def write_record(reason: str) -> None:
         from torch.distributed.distributed_c10d import _world
 
         with _writing:
-            members = {group: list(_world.pg_group_ranks[group]) for group in _world.pg_map}
+            # A group of one rank communicates nothing.
+            groups = {}  # those of several ranks
+            for group in _world.pg_map:
+                ranks = list(_world.pg_group_ranks[group])
+                if len(ranks) > 1:
+                    groups[_world.pg_names[group]] = [group.group_desc, ranks]
             record: dict[str, Any] = {
                 "rank": rank,
                 "world_size": dist.get_world_size(),
                 "start": " ".join(os.environ.get(name, "") for name in LAUNCH),  # files of an earlier start stay
                 "reason": reason,
                 "at": _own_code(threading.main_thread().ident or 0),
-                "groups": {_world.pg_names[g]: [g.group_desc, ranks] for g, ranks in members.items() if len(ranks) > 1},
+                "groups": groups,
                 "calls": _calls()[-LAST:],
             }
+            # A call that has finished meanwhile is still the same call.
             newest = record["calls"] and record["calls"][-1] | {"done": None}
             if newest != _newest:  # else the rank has only lost the others since it wrote
                 _newest = newest
@@ -223,28 +240,39 @@ def _calls() -> list[dict[str, Any]]:
         if hasattr(c10d, dump):
             entries += json.loads(getattr(c10d, dump)()).get("entries", [])
     # The newest torch keeps one list for both, and each call returns it.
+    # Calls are known by group, number and time.
     once = {}
     for entry in entries:
         if not entry["is_p2p"]:
-            once[entry["process_group"][0], entry["collective_seq_id"], entry["time_created_ns"]] = entry
-    return [
-        {
-            "group": entry["process_group"][0],
-            "number": entry["collective_seq_id"],
-            "operation": entry["profiling_name"].partition(":")[2],
-            "tensors": [f"{t}{tuple(n)}" for t, n in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)],
-            "done": entry["retired"] or entry["state"] == "completed",
-        }
-        for entry in sorted(once.values(), key=lambda entry: entry["time_created_ns"])
-    ]
+            group = entry["process_group"][0]
+            once[group, entry["collective_seq_id"], entry["time_created_ns"]] = entry
+    calls = []
+    for entry in sorted(once.values(), key=lambda entry: entry["time_created_ns"]):
+        tensors = []
+        for dtype, size in zip(entry["input_dtypes"], entry["input_sizes"], strict=False):
+            tensors.append(f"{dtype}{tuple(size)}")
+        calls.append(
+            {
+                "group": entry["process_group"][0],
+                "number": entry["collective_seq_id"],
+                "operation": entry["profiling_name"].partition(":")[2],
+                "tensors": tensors,
+                "done": entry["retired"] or entry["state"] == "completed",
+            }
+        )
+    return calls
 
 
 def _own_code(thread: int) -> list[str]:
     """Lines in which a thread is, innermost first, outside Python's and other libraries: "path:line function"."""
-    frames = traceback.walk_stack(sys._current_frames()[thread])
-    places = (
-        f"{os.path.relpath(code.co_filename)}:{line} {code.co_name}"
-        for code, line in ((frame.f_code, line) for frame, line in frames)
-        if not code.co_filename.startswith((*LIBRARIES, "<"))
-    )
-    return list(islice(places, PLACES))
+    places: list[str] = []
+    for frame, line in traceback.walk_stack(sys._current_frames()[thread]):
+        # Places in libraries say nothing of what this program did.
+        code = frame.f_code
+        is_in_library = code.co_filename.startswith((*LIBRARIES, "<"))
+        if is_in_library:
+            continue
+        places.append(f"{os.path.relpath(code.co_filename)}:{line} {code.co_name}")
+        if len(places) == PLACES:
+            break
+    return places

@@ -19,16 +19,27 @@ def training_indices(num_samples: int, batch_size: int, seed: int, iteration: in
     The permutations of all epochs follow each other in one endless stream, of which step i takes the i-th batch. Every
     sample comes once an epoch, every batch is full, and the iteration alone says where a run resumes.
     """
-    positions = range(iteration * batch_size, (iteration + 1) * batch_size)
-    return np.array([epoch_order(num_samples, seed, p // num_samples)[p % num_samples] for p in positions])
+    indices = []
+    # A batch may reach from one epoch into the next.
+    for position in range(iteration * batch_size, (iteration + 1) * batch_size):
+        epoch, place = divmod(position, num_samples)
+        order = epoch_order(num_samples, seed, epoch)
+        indices.append(order[place])
+    return np.array(indices)
 
 
-def own_positions(count: int, rank: int, ranks: int, micro_batches: int = 1) -> np.ndarray:
+def own_positions(
+    count: int,
+    rank: int,
+    ranks: int,
+    micro_batches: int = 1,
+) -> np.ndarray:
     """Places in a batch of `count` samples of those that a rank has, micro-batch after micro-batch: (count / ranks,).
 
     Each micro-batch is shared out by itself. So the i-th micro-batches of all ranks are together the i-th of one
     device, and whatever normalizes over a micro-batch sees the same samples.
     """
+    # Axes: micro-batches, ranks, samples.
     places = np.arange(count).reshape(micro_batches, ranks, -1)
     return places[:, rank].reshape(-1)
 
@@ -52,17 +63,22 @@ class Order(NamedTuple):
 
     def samples(self, iteration: int) -> np.ndarray:
         """The numbers of the samples of an iteration, (batch_size,)."""
-        whole, first = self.batch_size * self.ranks, self.batch_size * self.rank
+        whole = self.batch_size * self.ranks  # samples of a batch of all ranks
         if self.seed is None:
-            return np.arange(iteration * whole + first, iteration * whole + first + self.batch_size) % self.num_samples
+            first = iteration * whole + self.batch_size * self.rank
+            return np.arange(first, first + self.batch_size) % self.num_samples
         batch = training_indices(self.num_samples, whole, self.seed, iteration)
-        return batch[own_positions(whole, self.rank, self.ranks, self.micro_batches)]
+        # A rank takes its share of every micro-batch.
+        positions = own_positions(whole, self.rank, self.ranks, self.micro_batches)
+        return batch[positions]
 
     def steps(self, iteration: int) -> int:
         """The steps of the forecasts of an iteration; in validation the most of all stages."""
         if self.seed is None:
             return max(steps for _, steps in self.stages)
-        return [steps for first, steps in self.stages if first <= iteration][-1]
+        # The last stage that has begun is the one of this iteration.
+        begun = [steps for first, steps in self.stages if first <= iteration]
+        return begun[-1]
 
     def frames(self, iteration: int) -> int:
         """The frames of a sample: those of the input, and one for each step."""
@@ -70,6 +86,9 @@ class Order(NamedTuple):
 
     def counts(self) -> list[int]:
         """How many samples of each validation batch are new: every rank has as many batches, and a count may be 0."""
-        firsts = range(0, self.num_samples, self.batch_size * self.ranks)
-        left = [self.num_samples - first - self.batch_size * self.rank for first in firsts]
-        return [min(self.batch_size, max(0, n)) for n in left]
+        counts = []
+        for batch_start in range(0, self.num_samples, self.batch_size * self.ranks):
+            own_start = batch_start + self.batch_size * self.rank
+            left = max(0, self.num_samples - own_start)
+            counts.append(min(self.batch_size, left))
+        return counts

@@ -34,11 +34,18 @@ Options = TypeVar("Options")
 
 def spell_optimizer(name: Any) -> Any:
     """The name of an optimizer as the schema has it: muon -> Muon. Anything else stays as it is."""
+    if not isinstance(name, str):
+        return name
     names = {"adam": "Adam", "adamw": "AdamW", "muon": "Muon"}
-    return names.get(name.lower(), name) if isinstance(name, str) else name
+    return names.get(name.lower(), name)
 
 
-def key(description: str, default: Any = ..., affects: Affects = "result", **bounds: Any) -> Any:
+def key(
+    description: str,
+    default: Any = ...,
+    affects: Affects = "result",
+    **bounds: Any,
+) -> Any:
     """A field of the schema: its meaning, its default (none where it must be given), what it affects, and its bounds.
 
     affects:
@@ -56,6 +63,7 @@ def key(description: str, default: Any = ..., affects: Affects = "result", **bou
 
 def keys_that_affect(*what: Affects) -> list[str]:
     """The names of the keys that affect one of these, in schema order."""
+    # Every key says itself what it affects.
     fields: dict[str, Any] = Config.model_fields
     return [name for name, field in fields.items() if field.json_schema_extra["affects"] in what]
 
@@ -228,6 +236,7 @@ class Config(BaseModel):
     @property
     def rollout_stages(self) -> tuple[tuple[int, int], ...]:
         """(first iteration, steps of the forecasts), in order, for every stage that num_iters reaches."""
+        # A stage that begins after the last iteration is no stage of this run.
         later = [(first, steps) for first, steps in self.rollout_schedule if first < self.num_iters]
         return (0, self.rollout_steps), *later
 
@@ -238,6 +247,7 @@ class Config(BaseModel):
 
     def options(self, kind: Callable[..., Options]) -> Options:
         """A dataclass whose fields are named as keys of this config, filled from them: DataParallelOptions, ..."""
+        # Keys of the schema and fields of the dataclass have the same names.
         fields: Any = dataclasses.fields(kind)  # type: ignore[arg-type]  # a dataclass, which has no type of its own
         return kind(**{field.name: getattr(self, field.name) for field in fields})
 
@@ -251,8 +261,12 @@ class Config(BaseModel):
         whole = Layout(world_size, *sizes, order=self.parallel_order, domain=domain)
         if self.data_parallel != "hsdp":
             return whole
-        inside = max(1, math.gcd(ranks_per_node or whole.dp, world_size) // math.prod((*sizes, *domain)))
-        return Layout(world_size, *sizes, self.dp_shard or math.gcd(inside, whole.dp), self.parallel_order, domain)
+        # Of the ranks of a node, those with the same part of a model can share one copy of its parameters.
+        ranks_inside = math.gcd(ranks_per_node or whole.dp, world_size)
+        ranks_of_model = math.prod((*sizes, *domain))
+        dp_inside = max(1, ranks_inside // ranks_of_model)
+        shard = self.dp_shard or math.gcd(dp_inside, whole.dp)
+        return Layout(world_size, *sizes, shard, self.parallel_order, domain)
 
 
 ALIASES = {"tensor_parallel": ["row_parallel_size"]}  # other names of an option

@@ -10,7 +10,14 @@ INTERRUPTED_STATUS = 130  # Ctrl-C, twice in training: nothing was saved on the 
 
 
 # SIGINT is Ctrl-C, SIGQUIT is Ctrl-\. SIGHUP says that the terminal is gone, by a lost ssh. Schedulers use the rest.
-STOP_SIGNALS = tuple(getattr(signal, f"SIG{name}") for name in ("TERM", "USR1", "USR2", "INT", "QUIT", "HUP"))
+STOP_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGHUP,
+)
 
 
 class StopRequest:
@@ -21,7 +28,8 @@ class StopRequest:
         self.handlers_before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        heard = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores one
+        # What is ignored stays so: nohup ignores SIGHUP.
+        heard = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
         self.handlers_before = {number: signal.signal(number, self._note) for number in heard}
         return self
 

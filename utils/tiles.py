@@ -21,8 +21,9 @@ class Cut(NamedTuple):
     @property
     def own(self) -> slice:
         """This rank's points."""
-        start = sum(self.sizes[: comm.get_rank(self.mesh_dim)])
-        return slice(start, start + self.sizes[comm.get_rank(self.mesh_dim)])
+        rank = comm.get_rank(self.mesh_dim)
+        start = sum(self.sizes[:rank])
+        return slice(start, start + self.sizes[rank])
 
 
 def image_cuts(img_size: Sequence[int], patch_size: PerAxis) -> list[Cut]:
@@ -35,18 +36,21 @@ def image_cuts(img_size: Sequence[int], patch_size: PerAxis) -> list[Cut]:
     for name, axis in AXES.items():
         ranks = comm.get_size(name)
         if ranks > 1:
+            # Cuts lie between patches, so that no patch is on two ranks.
             patch = per_axis(patch_size, len(img_size))[axis]
             patches = img_size[axis] // patch
             if ranks > patches:
                 kind = "context parallel" if name == "cp" else "domain parallel"
                 what = "rows" if axis == 0 else "columns"
                 raise LayoutError(f"{kind}: {patches} {what} of patches cannot be split over {ranks} ranks")
-            cuts.append(Cut(axis, tuple(n * patch for n in shard_sizes(patches, ranks)), name))
+            sizes = tuple(count * patch for count in shard_sizes(patches, ranks))
+            cuts.append(Cut(axis, sizes, name))
     return cuts
 
 
 def own_window(img_size: Sequence[int], patch_size: PerAxis) -> tuple[slice, ...]:
     """This rank's part of an image, one slice for each axis."""
+    # An axis that no mesh dimension cuts is whole.
     window = [slice(0, n) for n in img_size]
     for cut in image_cuts(img_size, patch_size):
         window[cut.axis] = cut.own

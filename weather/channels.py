@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from ruamel.yaml import YAML
 
-ERA5: dict[str, Any] = YAML(typ="safe", pure=True).load(Path(__file__).with_name("era5.yaml"))
+TABLES = Path(__file__).with_name("era5.yaml")
+ERA5: dict[str, Any] = YAML(typ="safe", pure=True).load(TABLES)
 # Quantities, and quantities at a pressure level in hPa.
 NAMES = "u10 v10 t2m sp mslp t850 u1000 v1000 z1000 u850 v850 z850 u500 v500 z500 t500 z50 r500 r850 tcwv"
 
@@ -41,7 +42,9 @@ class Channel(NamedTuple):
 QUANTITIES = {name: Quantity(*row) for name, row in ERA5["quantities"].items()}
 ON_LEVELS = frozenset(ERA5["on_levels"])
 # {a name in lower case: the quantity}. What lies on levels is told apart from what does not by its level.
-BY_NAME = {other.lower(): name for name, quantity in QUANTITIES.items() for other in (*quantity.names, name)}
+BY_NAME: dict[str, str] = {}
+for _quantity, _row in QUANTITIES.items():
+    BY_NAME |= {_other.lower(): _quantity for _other in (*_row.names, _quantity)}
 
 
 def channel_key(name: str) -> tuple[str, int | None]:
@@ -56,6 +59,7 @@ def channel_key(name: str) -> tuple[str, int | None]:
         is_level_of_wind = re.fullmatch(r"[uv]100", lowered)  # u100 is the wind at 100 hPa, not at 100 m
         if not is_level_of_wind:
             return BY_NAME[lowered], None
+    # A quantity, and a level in digits behind it: z500, temperature_850, t_850hPa.
     match = re.fullmatch(r"([a-z_]+?)_?(\d+)(?:hpa)?", lowered)
     if match and BY_NAME.get(match[1]) in ON_LEVELS:
         level = int(match[2])
@@ -97,6 +101,7 @@ def spell_units(units: str) -> str:
 
 def find_conversion(quantity: str, units: str) -> tuple[float, float] | None:
     """(factor, offset) from units to those of a quantity of QUANTITIES; None where they are not known."""
+    # The table lists, for each unit of ERA5, what others write in its place.
     of_era5 = QUANTITIES[quantity].units
     for spelling, (factor, offset) in ERA5["units"][of_era5].items():
         if spell_units(spelling) == spell_units(units):
@@ -110,6 +115,7 @@ def are_same_units(quantity: str, units: str, others: str) -> bool:
         return True
     if quantity not in QUANTITIES:
         return False
+    # Two spellings of one unit have the same factor and offset.
     conversion = find_conversion(quantity, units)
     return conversion is not None and conversion == find_conversion(quantity, others)
 
@@ -124,9 +130,13 @@ def value_range(quantity: str, level: float | None) -> tuple[float, float]:
     by_level = ERA5["level_ranges"].get(quantity)
     if by_level is None or not level:
         return QUANTITIES[quantity].lowest, QUANTITIES[quantity].highest
+    # np.interp needs increasing levels.
     levels = sorted(by_level)
     depths = np.log(levels)
-    lowest, highest = (np.interp(np.log(level), depths, [by_level[p][side] for p in levels]) for side in (0, 1))
+    # Between the levels of the table the bounds are linear in the logarithm of pressure.
+    depth = np.log(level)
+    lowest = np.interp(depth, depths, [by_level[p][0] for p in levels])
+    highest = np.interp(depth, depths, [by_level[p][1] for p in levels])
     return float(lowest), float(highest)
 
 

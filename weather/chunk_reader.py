@@ -23,7 +23,9 @@ class ChunkReader:
     """The chunks of an array in a store. store: its path, for messages."""
 
     def __init__(self, layout: ChunkLayout, source: ChunkSource, store: object):
-        self.layout, self.source, self.store = layout, source, store
+        self.layout = layout
+        self.source = source
+        self.store = store
         self.buffers = ThreadBuffers()
         self.indexes: dict[Coords, np.ndarray] = {}  # of the shards that were read, (*chunks, 2): offset, length
 
@@ -82,7 +84,8 @@ class ChunkReader:
         """Fill a target with its part of a chunk that is stored as it is, piece by piece: each one read."""
         place = self._place(part.coords)
         chunk = self.layout.chunk
-        columns, width = part.inside[-1], chunk[-1]
+        columns = part.inside[-1]
+        width = chunk[-1]
         has_whole_rows = columns == slice(0, width)
         # Behind the last dimension that is wanted in part, all lies side by side: (time, channel) for a band of rows.
         last_cut = 0
@@ -170,7 +173,8 @@ class ChunkReader:
             return self.indexes[coords]
         shards = self.layout.shards
         assert shards is not None  # who asks for an index knows that there is one
-        key, length = self.layout.key(coords), self.layout.index_bytes
+        key = self.layout.key(coords)
+        length = self.layout.index_bytes
         place = Place(key, -length if shards.index_at_end else 0, length)
         data = bytes(next(self.source.read_all([place])))
         if shards.has_checksum:

@@ -91,4 +91,5 @@ def fill(descriptor: int, position: int, view: memoryview) -> None:
         count = os.preadv(descriptor, [view], position)
         if count == 0:
             raise EOFError("the file was truncated")
-        view, position = view[count:], position + count
+        view = view[count:]
+        position = position + count

@@ -70,7 +70,9 @@ def read_grid(file: StoredArrays) -> tuple[Grid, list[str]]:
 
     Raises UsageError for coordinates that are not degrees, one of each row and of each column.
     """
-    notes, values = [], []
+    # Rows come first, as in the image.
+    notes = []
+    values = []
     for axis in (LATITUDE, LONGITUDE):
         name = _find(file, axis)
         if name is None:
@@ -87,7 +89,8 @@ def read_grid(file: StoredArrays) -> tuple[Grid, list[str]]:
 
 def _find(file: StoredArrays, axis: Axis) -> str | None:
     """The name of the array of an axis: by name, else by attributes; one of the right shape comes first."""
-    named = find_names(file, axis.names) or _described(file, axis) or find_names(file, axis.mesh_names)
+    by_name = find_names(file, axis.names)
+    named = by_name or _described(file, axis) or find_names(file, axis.mesh_names)
     points = file.shape[2 + axis.number]
     for name in named:
         if shape_of(file.arrays[name]) == (points,):
@@ -141,6 +144,7 @@ def _read(file: StoredArrays, name: str, axis: Axis) -> np.ndarray:
         raise UsageError(f"{where} is of a rotated or projected grid, no {axis.name}: {REGRID}")
     if not (np.abs(stored) <= axis.largest).all():  # nor NaN
         raise UsageError(f"{where} is not in degrees, -{axis.largest} to {axis.largest}")
+    # A mesh has a latitude for each point; a regular one repeats the same values.
     values = _one_of_each(stored, axis, where) if is_mesh else stored
     _check_degrees(values, units, axis, where)
     if axis is LATITUDE:
@@ -152,9 +156,11 @@ def _read(file: StoredArrays, name: str, axis: Axis) -> np.ndarray:
 
 def _one_of_each(mesh: np.ndarray, axis: Axis, where: str) -> np.ndarray:
     """The coordinate of each row, or column, of a mesh (H, W). Raises UsageError where it changes along it."""
+    # Rows of the transposed mesh are its columns.
     by_row = mesh if axis is LATITUDE else mesh.T
     values = by_row[:, 0]
-    if np.abs(by_row - values[:, None]).max() > SAME_DEGREES:
+    differences = np.abs(by_row - values[:, None])
+    if differences.max() > SAME_DEGREES:
         raise UsageError(f"{where} {mesh.shape} is not the same along a {axis.place}: {REGRID}")
     return values
 
@@ -166,7 +172,8 @@ def _check_degrees(values: np.ndarray, units: str, axis: Axis, where: str) -> No
     are_small = len(values) > FEW_ROWS and np.abs(values).max() <= np.pi / 2
     looks_like_radians = axis is LATITUDE and are_small and not units.startswith("deg") and np.ptp(values) > 0
     if says_radians or looks_like_radians:
-        lowest, highest = values.min(), values.max()
+        lowest = values.min()
+        highest = values.max()
         raise UsageError(
             f"{where} is {lowest:.4g} to {highest:.4g}: in radians? Write degrees, with the attribute units "
             f"'{axis.units[0]}'"
@@ -193,7 +200,8 @@ def _check_distinct(longitude: np.ndarray, where: str) -> None:
     order = np.argsort(longitude, stable=True)
     same = np.flatnonzero(np.diff(longitude[order]) == 0)
     if len(same):
-        column, other = order[same[0]], order[same[0] + 1]
+        column = order[same[0]]
+        other = order[same[0] + 1]
         raise UsageError(f"{where} is {longitude[column]:g} in columns {column} and {other}: keep one of them")
 
 

@@ -36,7 +36,21 @@ SUMMED_FRAMES = 40
 REPEATED = 3
 # Places in a year, by what they tell: a job that was stopped leaves its last frames empty, one of several writers that
 # died a stretch in between.
-PLACES = (1, 0, 1 / 2, 1 / 4, 3 / 4, 1 / 8, 3 / 8, 5 / 8, 7 / 8, 1 / 16, 5 / 16, 9 / 16, 13 / 16)
+PLACES = (
+    1,
+    0,
+    1 / 2,
+    1 / 4,
+    3 / 4,
+    1 / 8,
+    3 / 8,
+    5 / 8,
+    7 / 8,
+    1 / 16,
+    5 / 16,
+    9 / 16,
+    13 / 16,
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +72,8 @@ class CheckedDataset:
     def __init__(self, dataset: FieldDataset, looks_at_all: bool):
         self.dataset = dataset
         description = dataset.description
-        height, self.width = (len(axis) for axis in description.grid)
+        height = len(description.grid.latitude)
+        self.width = len(description.grid.longitude)
         self.rows = np.arange(height) if looks_at_all else sampled_rows(dataset)
         self.keys = [channel_key(name) for name in description.names]
         self.checks = [self._build_check(file) for file in dataset.files]
@@ -76,13 +91,15 @@ class CheckedDataset:
 
     def read(self, look: Look) -> np.ndarray:
         """The rows of some frames, (T, C, R, W)."""
-        file, channels = self.dataset.files[look.file], self.dataset.channels
+        file = self.dataset.files[look.file]
+        channels = self.dataset.channels
         if look.count == 1:
             circles = file.read_rows(look.frame, channels, self.rows)[None]
         else:
             height = len(self.rows)  # all of them
-            circles = np.empty((look.count, channels, height, file.shape[3]), np.float32)
-            file.read(look.frame, circles, slice(0, height), slice(0, file.shape[3]))
+            width = file.shape[3]
+            circles = np.empty((look.count, channels, height, width), np.float32)
+            file.read(look.frame, circles, slice(0, height), slice(0, width))
         return circles[..., : self.width]
 
     def check_fields(self, look: Look, fields: np.ndarray) -> None:
@@ -94,12 +111,14 @@ class CheckedDataset:
         in_image = replace(problem, row=int(self.rows[problem.row]))
         name = dataset.description.names[problem.channel]
         frame = look.frame + problem.frame
-        message = describe_problem(dataset.paths[look.file], dataset.axes[look.file], frame, name, in_image)
-        raise UsageError(message)
+        path = dataset.paths[look.file]
+        axis = dataset.axes[look.file]
+        raise UsageError(describe_problem(path, axis, frame, name, in_image))
 
     def check_repeated(self, look: Look, fields: np.ndarray) -> None:
         """Raise UsageError where the same frame was seen in several places of a year: something went on writing it."""
-        seen = self.hashes.setdefault((look.file, hash(fields.tobytes())), [])
+        content = look.file, hash(fields.tobytes())
+        seen = self.hashes.setdefault(content, [])
         seen.append(look.frame)
         if len(seen) >= REPEATED:
             frames = ", ".join(map(str, sorted(seen)))
@@ -117,8 +136,14 @@ class DataCheck:
     Attributes: looked_at, the number of frames; seconds, how long it took; sums, of the first data set, a FrameSums.
     """
 
-    def __init__(self, datasets: Sequence[FieldDataset], mode: str, part: tuple[int, int] = (0, 1)):
-        self.mode, self.looks_at_all = mode, mode == "all"
+    def __init__(
+        self,
+        datasets: Sequence[FieldDataset],
+        mode: str,
+        part: tuple[int, int] = (0, 1),
+    ):
+        self.mode = mode
+        self.looks_at_all = mode == "all"
         self.checked = [CheckedDataset(dataset, self.looks_at_all) for dataset in datasets]
         sampled = sampled_looks(datasets)
         everything = all_looks(datasets) if self.looks_at_all else sampled
@@ -131,7 +156,8 @@ class DataCheck:
             own = [*of_first[:SUMMED_FRAMES], *own]
         self.looks = list(dict.fromkeys(own))
         self.sums = FrameSums(sampled_rows(datasets[0]))
-        self.looked_at, self.seconds = 0, 0.0
+        self.looked_at = 0
+        self.seconds = 0.0
 
     def describe(self) -> str:
         """What was looked at, and what it cost."""
@@ -230,7 +256,13 @@ def sampled_rows(dataset: FieldDataset) -> np.ndarray:
     return np.union1d(northern, southern)
 
 
-def describe_problem(path: object, axis: TimeAxis | None, frame: int, name: str, problem: Problem) -> str:
+def describe_problem(
+    path: object,
+    axis: TimeAxis | None,
+    frame: int,
+    name: str,
+    problem: Problem,
+) -> str:
     """The message: file, frame, date, channel, place, value and what it looks like. name: of the channel."""
     date = f" ({show(axis.dates[frame])})" if axis is not None else ""
     channel = f"channel {problem.channel} ({name})"

@@ -15,6 +15,7 @@ Record = dict[str, Any]
 
 def make_record(dataset: FieldDataset) -> Record:
     """The record of a data set, as JSON: its channels, seconds between frames, and the dates without a gap."""
+    # Stretches without a gap take less room than all dates.
     stretches = []
     for axis in dataset.axes:
         if axis is not None:
@@ -28,14 +29,18 @@ def make_record(dataset: FieldDataset) -> Record:
 
 def check_same_kind(record: Record, dataset: FieldDataset, where: Path | str) -> None:
     """Raise UsageError where a data set has another time step or other channels. where: what the record is of."""
-    step, trained_step = dataset.step_seconds, record.get("step_seconds")
+    step = dataset.step_seconds
+    trained_step = record.get("step_seconds")
+    # Data without dates have no step to compare.
     if step and trained_step and step != trained_step:
         raise UsageError(
             f"{dataset.folder}: its frames are {show_step(step)} apart; {where} was trained on frames "
             f"{show_step(trained_step)} apart, and a step of the model is {dataset.dt} of them"
         )
-    trained_names = record.get("channels") or dataset.description.names
-    for number, (name, trained) in enumerate(zip(dataset.description.names, trained_names, strict=False)):
+    # Records of earlier versions have no channels.
+    names = dataset.description.names
+    trained_names = record.get("channels") or names
+    for number, (name, trained) in enumerate(zip(names, trained_names, strict=False)):
         if name != trained:
             raise UsageError(
                 f"{dataset.folder}: channel {number} is '{name}'; {where} was trained with '{trained}' in its place"
@@ -48,8 +53,10 @@ def check_unseen(record: Record, dataset: FieldDataset, where: Path | str) -> No
     for path, axis in zip(dataset.paths, dataset.axes, strict=True):
         if axis is None:
             continue
+        # Dates are compared, since files may be cut in other ways than before.
         for first, last in stretches:
-            seen = axis.dates[(axis.dates >= first) & (axis.dates <= last)]
+            is_seen = (axis.dates >= first) & (axis.dates <= last)
+            seen = axis.dates[is_seen]
             if len(seen):
                 raise UsageError(
                     f"{path}: {show(seen[0])} is a date that {where} was trained on: its scores would tell nothing; "

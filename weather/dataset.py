@@ -46,11 +46,17 @@ class FieldDataset:
         inputs: int = 1,
         remote: RemoteOptions | None = None,
     ):
-        self.folder, self.channels, self.dt, self.steps = data_path(folder, remote), channels, dt, steps
-        self.inputs, self.span = inputs, (inputs - 1 + steps) * dt  # frames from the first of a sample to its last
+        self.folder = data_path(folder, remote)
+        self.channels = channels
+        self.dt = dt
+        self.steps = steps
+        self.inputs = inputs
+        self.span = (inputs - 1 + steps) * dt  # frames from the first of a sample to its last
+        # Without a part to read the whole image is read.
         self.rows = rows or slice(0, img_size[0])
         self.columns = columns or slice(0, img_size[1])
         self.paths: Sequence[Path | StorePath] = year_paths(self.folder)
+        # A store says itself what it lacks; a folder without data gets a hint.
         if not self.paths and isinstance(self.folder, Path):
             problem = "holds no .h5, .nc or .zarr" if self.folder.is_dir() else "no such data folder"
             remedy = f"python -m weather.sample_data {self.folder.parent} --img_size {img_size[0]} {img_size[1]}"
@@ -63,14 +69,19 @@ class FieldDataset:
                 self._check_shape(file, img_size)
             self.described = [file.describe(channels, img_size) for file in self.files]
             self.description = self.described[0]  # of all files
+            # All files must be alike before anything else is taken from the first.
             self.check_like(self)
             self.axes = [read_time_axis(file) for file in self.files]
             self._share_steps()
         except UsageError:
             self.close()
             raise
-        self.starts = [self._sample_starts(file, axis) for file, axis in zip(self.files, self.axes, strict=True)]
-        self.first_sample = np.concatenate([[0], np.cumsum([len(starts) for starts in self.starts])])
+        self.starts = []  # of each file, the first frames of its samples
+        for file, axis in zip(self.files, self.axes, strict=True):
+            self.starts.append(self._sample_starts(file, axis))
+        counts = [len(starts) for starts in self.starts]
+        self.first_sample = np.concatenate([[0], np.cumsum(counts)])  # (files + 1,), among all samples
+        # The limit leaves out the last samples.
         total = int(self.first_sample[-1])
         self.num_samples = min(total, limit or total)
 
@@ -93,13 +104,17 @@ class FieldDataset:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Shape of one sample: (inputs + steps, C, h, w), the input frames, oldest first, and the target frames."""
-        height, width = self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+        height = self.rows.stop - self.rows.start
+        width = self.columns.stop - self.columns.start
         return self.inputs + self.steps, self.channels, height, width
 
     @property
     def step_seconds(self) -> int | None:
         """Seconds from one frame to the next, the same in all files; None where their dates are not known."""
-        return next((axis.step for axis in self.axes if axis is not None), None)
+        for axis in self.axes:
+            if axis is not None:
+                return axis.step
+        return None
 
     @property
     def times(self) -> list[np.ndarray]:
@@ -109,13 +124,20 @@ class FieldDataset:
     def read(self, index: int, out: np.ndarray) -> None:
         """Read sample `index` into `out`, a contiguous float32 numpy array of self.shape, or of its first frames."""
         number, frame = self._locate(index)
-        parts = [out] if self.dt == 1 else np.split(out, len(out))  # frames side by side on disk: one read
+        # Frames that lie side by side on disk are one read.
+        parts = [out] if self.dt == 1 else np.split(out, len(out))
+        file = self.files[number]
         for later, part in enumerate(parts):
-            self.files[number].read(frame + later * self.dt, part, self.rows, self.columns)
+            file.read(frame + later * self.dt, part, self.rows, self.columns)
 
-    def dates(self, indices: Sequence[int] | np.ndarray, steps: int) -> np.ndarray:
+    def dates(
+        self,
+        indices: Sequence[int] | np.ndarray,
+        steps: int,
+    ) -> np.ndarray:
         """The dates of the frames from which `steps` steps start, (len(indices), steps) datetime64[s], in UTC."""
-        first, last = (self.inputs - 1) * self.dt, (self.inputs - 1 + steps) * self.dt
+        first = (self.inputs - 1) * self.dt  # the present frame, counted from the first of the sample
+        last = first + steps * self.dt
         dates = []
         for index in indices:
             number, frame = self._locate(index)
@@ -125,6 +147,7 @@ class FieldDataset:
 
     def _locate(self, index: int) -> tuple[int, int]:
         """(number of the file, frame in it) of the first frame of a sample."""
+        # first_sample is sorted, so the file of a sample is found by bisection.
         number = int(np.searchsorted(self.first_sample, index, side="right")) - 1
         return number, int(self.starts[number][index - self.first_sample[number]])
 
@@ -132,19 +155,26 @@ class FieldDataset:
         """Of each file, the number of frames from its first to the last that a sample takes; 0 for a file beyond."""
         counts = []
         for starts, first in zip(self.starts, self.first_sample[:-1], strict=True):
+            # The limit may end within this file, or before it.
             samples = min(len(starts), self.num_samples - int(first))
-            counts.append(int(starts[samples - 1]) + self.span + 1 if samples > 0 else 0)
+            if samples > 0:
+                last_start = int(starts[samples - 1])
+                counts.append(last_start + self.span + 1)
+            else:
+                counts.append(0)
         return counts
 
     def check_like(self, other: "FieldDataset") -> None:
         """Raise UsageError where channels, units or points of a file are not those of another dataset."""
         for file, description in zip(self.files, self.described, strict=True):
-            if difference := description.difference(other.description):
+            difference = description.difference(other.description)
+            if difference:
                 raise UsageError(f"{file.path}: {difference}, as in {other.files[0].path}")
 
     def check_step_like(self, other: "FieldDataset") -> None:
         """Raise UsageError where the frames of another dataset are another time apart."""
-        ours, theirs = self.step_seconds, other.step_seconds
+        ours = self.step_seconds
+        theirs = other.step_seconds
         if None not in (ours, theirs) and ours != theirs:
             raise UsageError(
                 f"{self.folder}: its frames are {show_step(ours or 0)} apart, those of {other.folder} "
@@ -155,23 +185,29 @@ class FieldDataset:
         """Raise UsageError, naming file, frame and channel, where a sample has a value that is not finite."""
         sample = np.empty(self.shape, np.float32)
         self.read(index, sample)
-        bad = np.argwhere(~np.isfinite(sample).all((2, 3)))
+        is_bad = ~np.isfinite(sample).all((2, 3))  # (frames, C)
+        bad = np.argwhere(is_bad)
         if len(bad):
             number, frame = self._locate(index)
-            (later, channel), name = bad[0], self.description.names[bad[0][1]]
-            value = sample[later, channel][~np.isfinite(sample[later, channel])][0]
+            later, channel = bad[0]
+            name = self.description.names[channel]
+            field = sample[later, channel]
+            value = field[~np.isfinite(field)][0]
             where = f"{self.files[number].path}: frame {frame + later * self.dt}"
             raise UsageError(f"{where}: channel {channel} ({name}) holds {value}")
 
     def listing(self) -> dict[str, str]:
         """{folder and name: frames and size} of the files, which ranks compare."""
-        return {
-            f"{self.folder.name}/{file.path.name}": f"{file.shape[0]} frames, {file.size} bytes" for file in self.files
-        }
+        listing = {}
+        for file in self.files:
+            name = f"{self.folder.name}/{file.path.name}"
+            listing[name] = f"{file.shape[0]} frames, {file.size} bytes"
+        return listing
 
     def notes(self) -> list[str]:
         """What was assumed of these data, and what of them is left out, a line each."""
         notes = self.files[0].assumptions(self.channels)  # the others are like it
+        # Names that were made up for lack of any are no unknown names.
         unknown = self.description.unknown_names()
         names_channels = not any(note.startswith(NO_NAMES) for note in notes)
         if unknown and names_channels:
@@ -207,9 +243,11 @@ class FieldDataset:
 
     def _share_steps(self) -> None:
         """Give files of few frames the step of the others. Raises UsageError where two files differ in it."""
-        known = [(file, axis) for file, axis in zip(self.files, self.axes, strict=True) if axis is not None]
+        pairs = zip(self.files, self.axes, strict=True)
+        known = [(file, axis) for file, axis in pairs if axis is not None]
         if not known:
             return
+        # Two frames have one distance, which may be a gap.
         telling = [(file, axis) for file, axis in known if file.shape[0] >= FEW_FRAMES]
         first_file, first_axis = (telling or known)[0]
         for file, axis in telling:
@@ -218,6 +256,7 @@ class FieldDataset:
                     f"{file.path}: its frames are {show_step(axis.step)} apart, those of {first_file.path} "
                     f"{show_step(first_axis.step)}: put data of one time step into a folder"
                 )
+        # Short files take the step that the others tell.
         for number, short in enumerate(self.axes):
             if short is not None and len(short.dates) < FEW_FRAMES:
                 self.axes[number] = replace(short, stated_step=first_axis.step)
@@ -226,6 +265,7 @@ class FieldDataset:
         """The first frames of the samples of a file. Raises UsageError where gaps in time leave none."""
         if axis is None:
             return np.arange(file.shape[0] - self.span)
+        # A sample never crosses a gap in time.
         starts = axis.sample_starts(self.span)
         may_have_none = len(axis.dates) < FEW_FRAMES
         if not len(starts) and not may_have_none:

@@ -27,8 +27,14 @@ class Era5:
     Raises UsageError if the stores do not fit together.
     """
 
-    def __init__(self, addresses: Iterable[Path | str | Store], block: int = 1, kept_bytes: int = KEPT_BYTES):
-        self.block, self.most_bytes = block, kept_bytes
+    def __init__(
+        self,
+        addresses: Iterable[Path | str | Store],
+        block: int = 1,
+        kept_bytes: int = KEPT_BYTES,
+    ):
+        self.block = block
+        self.most_bytes = kept_bytes
         self.stores: list[Store] = []
         for address in addresses:
             opened = [address] if isinstance(address, Store) else open_stores(str(address))
@@ -61,7 +67,8 @@ class Era5:
             if not (same_rows and same_columns):
                 raise UsageError(f"{store.address}: its grid is not that of {first.address}")
         # Rows may be left over, at the south pole; columns may not.
-        height, width = len(first.latitude), len(first.longitude)
+        height = len(first.latitude)
+        width = len(first.longitude)
         if self.block < 1 or width % self.block or height < self.block:
             raise UsageError(f"coarsen {self.block}: must divide the {width} longitudes of {first.address}")
 
@@ -90,7 +97,8 @@ class Era5:
                 fields[key] = values[:, number]
 
         # The channels of it, averaged over blocks: (T, C, H, W).
-        height, width = len(self.grid.latitude), len(self.grid.longitude)
+        height = len(self.grid.latitude)
+        width = len(self.grid.longitude)
         out = np.empty((len(times), len(CHANNELS), height, width), np.float32)
         for channel, (name, level) in enumerate(self.keys):
             if name == "r" and level and self.derived:

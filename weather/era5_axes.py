@@ -192,7 +192,8 @@ def _describe_disorder(dates: np.ndarray, name: str) -> str:
     is_repeated = np.diff(dates[order]) == NONE
     repeats = np.flatnonzero(is_repeated)
     if len(repeats):
-        first, second = order[repeats[0]], order[repeats[0] + 1]
+        first = order[repeats[0]]
+        second = order[repeats[0] + 1]
         date = minute(dates[first])
         others = f" (and {len(repeats) - 1} others)" if len(repeats) > 1 else ""
         return (
@@ -201,7 +202,8 @@ def _describe_disorder(dates: np.ndarray, name: str) -> str:
         )
     goes_back = np.diff(dates) < NONE
     index = int(np.argmax(goes_back))
-    date, following = minute(dates[index]), minute(dates[index + 1])
+    date = minute(dates[index])
+    following = minute(dates[index + 1])
     return f"{following} at index {index + 1} follows {date}: sort them (xarray: sortby('{name}'))"
 
 

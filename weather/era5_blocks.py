@@ -39,7 +39,8 @@ class BlockReader:
         fields: int,
         most: int,
     ):
-        self.stores, self.most = stores, most
+        self.stores = stores
+        self.most = most
         points = len(stores[0].latitude) * len(stores[0].longitude)
         self.frame_bytes = 4 * fields * points
         self.most_frames = max(1, most // self.frame_bytes)

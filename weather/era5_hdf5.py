@@ -38,8 +38,10 @@ class _Hdf5Array(BackendArray):
     """A dataset of a file that may be closed between two reads."""
 
     def __init__(self, files: CachingFileManager, dataset: h5py.Dataset):
-        self.files, self.path = files, dataset.name
-        self.shape, self.dtype = dataset.shape, dataset.dtype
+        self.files = files
+        self.path = dataset.name
+        self.shape = dataset.shape
+        self.dtype = dataset.dtype
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
         support = indexing.IndexingSupport.OUTER_1VECTOR

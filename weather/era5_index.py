@@ -57,7 +57,8 @@ class Reading:
         """Take values (N, H, W) for instants `rows` (N,): all of them where nothing was read yet, else for NaN."""
         # What was read before stays, unless it is NaN.
         is_new = self.sources[rows, level] < 0
-        new, known = rows[is_new], rows[~is_new]
+        new = rows[is_new]
+        known = rows[~is_new]
         self.values[new, level] = values[is_new]
         self.sources[new, level] = source
         if len(known):
@@ -79,7 +80,9 @@ class Index:
         derived: bool = False,
         kept_bytes: int = KEPT_BYTES,
     ):
-        self.stores, self.needed, self.derived = stores, needed, derived
+        self.stores = stores
+        self.needed = needed
+        self.derived = derived
         # A frame has a field for each quantity at each level.
         fields = sum(len(levels) for levels in needed.values())
         self.blocks = BlockReader(stores, fields, kept_bytes)
@@ -108,7 +111,9 @@ class Index:
     def _merge_times(self, numbers: list[int]) -> Holders:
         """The Holders of what lies in the sources of these numbers."""
         # One table of all frames: date, source, index in the source; sorted by date.
-        times, stores, frames = [], [], []
+        times = []
+        stores = []
+        frames = []
         for number in numbers:
             count = len(self.stores[number].times)
             times.append(self.stores[number].times)
@@ -156,7 +161,8 @@ class Index:
             if len(absent):
                 what = describe(quantity, level)
                 more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
-                first, last = minute(holders.times[0]), minute(holders.times[-1])
+                first = minute(holders.times[0])
+                last = minute(holders.times[-1])
                 raise UsageError(
                     f"{what}: {minute(absent[0])} is missing{more}, needed are 00, 06, 12, 18 UTC; "
                     f"the sources hold {first} to {last}"
@@ -189,7 +195,11 @@ class Index:
                 most = max(most, chunk)
         return self.blocks.kept_bytes(most)
 
-    def read(self, quantity: str, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def read(
+        self,
+        quantity: str,
+        times: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Values (T, L, H, W) float32 at all needed levels, and the number of the source (T, L) of each.
 
         A value is of the first source that holds the instant; where that one has NaN, of the next one.
@@ -200,7 +210,8 @@ class Index:
         counts = np.stack([count for _, count in found], axis=1)  # (T, L)
 
         # First the first source of each instant, then others for what is NaN.
-        rows, columns = len(self.stores[0].latitude), len(self.stores[0].longitude)
+        rows = len(self.stores[0].latitude)
+        columns = len(self.stores[0].longitude)
         values = np.empty((*first.shape, rows, columns), np.float32)
         sources = np.full(first.shape, -1)
         reading = Reading(quantity, levels, values, sources)

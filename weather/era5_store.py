@@ -61,7 +61,8 @@ class Store:
         """Raises UsageError for parts that were never written, or cannot be decompressed, at indices of times."""
         [(field, indices)] = self._parts(quantity, [level])
         selection = {}
-        time_axis, level_axis = self.axes["time"], self.axes["level"]
+        time_axis = self.axes["time"]
+        level_axis = self.axes["level"]
         if time_axis is not None:
             selection[time_axis] = np.unique(frames)
         if level_axis is not None and indices:
@@ -78,7 +79,12 @@ class Store:
         size = chunks.get(self.axes["time"], 1)
         return int(np.max(size))  # a tuple where they are not all of one size
 
-    def read(self, quantity: str, levels: Sequence[float | None], frames: np.ndarray) -> np.ndarray:
+    def read(
+        self,
+        quantity: str,
+        levels: Sequence[float | None],
+        frames: np.ndarray,
+    ) -> np.ndarray:
         """(T, L, H, W) float32 in ERA5's units, at levels ([None]: surface) and indices of times. Raises UsageError."""
         read = []
         for field, indices in self._parts(quantity, levels):
@@ -172,7 +178,8 @@ class Store:
         return conversion(f"{self.address}: {field.name} has", field.units, QUANTITIES[quantity].units)
 
     def _check_grid(self) -> None:
-        longitude, width = self.longitude, len(self.longitude)
+        longitude = self.longitude
+        width = len(longitude)
         # Equal steps once around the globe; the first column is less than a step east of Greenwich.
         even = longitude[0] + 360 / width * np.arange(width)
         is_whole_circle = np.allclose(longitude, even, atol=1e-3) and longitude[0] < 360 / width

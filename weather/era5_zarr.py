@@ -128,7 +128,11 @@ def _groups(group: zarr.Group, address: str) -> list[str]:
     return sorted(holders)
 
 
-def _count_missing_chunks(array: zarr.Array, folder: Path, wanted: Sequence[np.ndarray | None]) -> int:
+def _count_missing_chunks(
+    array: zarr.Array,
+    folder: Path,
+    wanted: Sequence[np.ndarray | None],
+) -> int:
     """Number of chunks, also of chunks inside shards, that hold wanted values of an array and are not in its store.
 
     wanted: for each axis the indices that will be read, None for all. Shards with an index that only zarr can read are

@@ -28,19 +28,33 @@ class Forcings:
     """
 
     def __init__(self, names: Sequence[str], dataset: FieldDataset, device: torch.device):
-        self.names, self.device, window = names, device, (dataset.rows, dataset.columns)
-        grid, file = dataset.description.grid, dataset.files[0]
+        self.names = names
+        self.device = device
+        grid = dataset.description.grid
+        file = dataset.files[0]
+        window = dataset.rows, dataset.columns
+
+        # Forcings that stay the same, cut to the part of the image that this rank reads.
         img_size = len(grid.latitude), len(grid.longitude)
-        latitude = np.broadcast_to(np.sin(np.deg2rad(grid.latitude))[:, None], img_size)
-        fixed = [name for name in names if name not in TIMED_FORCINGS]
-        fields = [latitude if name == "latitude" else _normalised(file, name, img_size) for name in fixed]
+        sine = np.sin(np.deg2rad(grid.latitude))
+        latitude = np.broadcast_to(sine[:, None], img_size)  # (H, W)
         self.shape = latitude[window].shape
-        parts = np.array([field[window] for field in fields], np.float32).reshape(-1, *self.shape)
-        self.fixed = torch.from_numpy(parts).to(device)  # (F, h, w)
-        self.east = torch.from_numpy(grid.longitude[window[1]] / 360).float().to(device)  # in turns, (w,)
+        parts = []
+        for name in names:
+            if name in TIMED_FORCINGS:
+                continue
+            field = latitude if name == "latitude" else _normalised(file, name, img_size)
+            parts.append(field[window])
+        # A shape is given, since there may be none.
+        stacked = np.array(parts, np.float32).reshape(-1, *self.shape)
+        self.fixed = torch.from_numpy(stacked).to(device)  # (F, h, w)
+
+        turns_east = grid.longitude[dataset.columns] / 360
+        self.east = torch.from_numpy(turns_east).float().to(device)  # (w,)
 
     def channels(self, steps: int) -> int:
         """Count the channels for so many steps of a forecast: F + k T."""
+        # Forcings that change come once for each step.
         fixed, timed = count_forcings(self.names)
         return fixed + steps * timed
 
@@ -50,21 +64,26 @@ class Forcings:
         dates: k for each sample, (B, k) datetime64[s], in UTC.
         """
         parts = [self.fixed.expand(len(dates), -1, -1, -1)]
+        fractions = torch.from_numpy(time_fractions(dates))
+        day, year = to_device(fractions, self.device).split(1, -1)  # (B, k, 1) each
+
+        # The hour is local, and so differs by column; the day of the year is the same everywhere.
         angles = []
-        day, year = to_device(torch.from_numpy(time_fractions(dates)), self.device).split(1, -1)  # (B, k, 1) each
         if "hour" in self.names:
             angles.append(day + self.east)  # (B, k, w)
         if "day" in self.names:
             angles.append(year.expand(-1, -1, len(self.east)))
         if angles:
             angle = 2 * math.pi * torch.stack(angles, 2)  # (B, k, T / 2, w)
-            timed = torch.cat([angle.cos(), angle.sin()], 2).flatten(1, 2)
-            parts.append(timed[:, :, None].expand(-1, -1, self.shape[0], -1))
+            timed = torch.cat([angle.cos(), angle.sin()], 2).flatten(1, 2)  # (B, k T, w)
+            timed = timed[:, :, None].expand(-1, -1, self.shape[0], -1)  # (B, k T, h, w)
+            parts.append(timed)
         return torch.cat(parts, 1)
 
 
 def _normalised(file: YearFile, name: str, img_size: Sequence[int]) -> np.ndarray:
     field = file.constant_field(name)[: img_size[0], : img_size[1]]
+    # A field that is the same everywhere tells the model nothing.
     spread = field.std()
     if not np.isfinite(spread) or spread == 0:
         raise UsageError(f"{file.path}: forcing '{name}' is the same everywhere, or not finite")
@@ -73,5 +92,9 @@ def _normalised(file: YearFile, name: str, img_size: Sequence[int]) -> np.ndarra
 
 def time_fractions(dates: np.ndarray) -> np.ndarray:
     """How much of the day and how much of the year is over at these dates (UTC), 0 to 1: (...) -> (..., 2) float32."""
-    day, year = ((dates - dates.astype(f"datetime64[{unit}]")) / np.timedelta64(1, "D") for unit in "DY")
-    return np.stack([day, year / YEAR], -1).astype(np.float32)
+    one_day = np.timedelta64(1, "D")
+    midnight = dates.astype("datetime64[D]")
+    new_year = dates.astype("datetime64[Y]")
+    day = (dates - midnight) / one_day
+    year = (dates - new_year) / one_day / YEAR
+    return np.stack([day, year], -1).astype(np.float32)

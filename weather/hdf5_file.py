@@ -46,6 +46,7 @@ def open_hdf5(path: Path | str, mode: str = "r") -> h5py.File:
 def is_hdf5(path: Path | str) -> bool:
     """Tell whether a file is HDF5, by its signature, which a block of the user may precede. Raises OSError."""
     with open(path, "rb") as file:
+        # The signature stands behind a block of the user, whose size is a power of two.
         for position in USER_BLOCKS:
             file.seek(position)
             if file.read(len(SIGNATURE)) == SIGNATURE:
@@ -72,6 +73,7 @@ def check_filters(fields: h5py.Dataset, where: str) -> None:
         code, _, _, name = properties.get_filter(number)
         if h5py.h5z.filter_avail(code):
             continue
+        # Filters that we do not know may tell their own name.
         title, package = FILTERS.get(code, (name.decode(errors="replace") or "unknown", "hdf5plugin, if it has it"))
         raise UsageError(
             f"{where} is compressed with filter {code} ({title}), which this HDF5 lacks: rewrite it without "
@@ -79,7 +81,11 @@ def check_filters(fields: h5py.Dataset, where: str) -> None:
         )
 
 
-def check_written(fields: h5py.Dataset, where: str, above: tuple[str, ...] = ()) -> None:
+def check_written(
+    fields: h5py.Dataset,
+    where: str,
+    above: tuple[str, ...] = (),
+) -> None:
     """Raise UsageError where parts of a dataset were never written: HDF5 would read zeros there, without a word.
 
     Virtual datasets are followed to the files that they are made of. where: the file and the dataset, for the message.
@@ -91,22 +97,31 @@ def check_written(fields: h5py.Dataset, where: str, above: tuple[str, ...] = ())
     if fields.external:
         _check_external(fields, where)
         return
+    # A contiguous dataset has all of its space or none.
     if fields.chunks is None:
         status = fields.id.get_space_status()
         if status == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED:
             raise UsageError(f"{where}: all of it was never written: the file was not finished")
         return
-    counts = [-(-length // chunk) for length, chunk in zip(fields.shape, fields.chunks, strict=True)]
-    total, written = math.prod(counts), fields.id.get_num_chunks()
+    counts = []  # chunks along each axis, rounded up
+    for length, chunk in zip(fields.shape, fields.chunks, strict=True):
+        counts.append(-(-length // chunk))
+    total = math.prod(counts)
+    written = fields.id.get_num_chunks()
     if written < total:
         raise UsageError(f"{where}: {total - written} of {total} chunks were never written: the file was not finished")
 
 
-def _check_virtual(fields: h5py.Dataset, where: str, above: tuple[str, ...]) -> None:
+def _check_virtual(
+    fields: h5py.Dataset,
+    where: str,
+    above: tuple[str, ...],
+) -> None:
     """Look at every source of a virtual dataset: its file, its dataset, its size, and that all of it is mapped."""
     file_name = str(Path(fields.file.filename).resolve())
     if file_name in above:
         raise UsageError(f"{where} is virtual, and its sources lead back to itself")
+    # Points of the dataset that some source fills.
     mapped = 0
     for source in fields.virtual_sources():
         # A selection without an end grows with its sources, whose names are a pattern: p%b.h5.
@@ -122,26 +137,30 @@ def _check_virtual(fields: h5py.Dataset, where: str, above: tuple[str, ...]) -> 
             if not is_endless:
                 _check_size(part, source, f"{where} is virtual, and its source {path}")
             check_written(part, f"{where}, made of {path}", (*above, file_name))
-    if mapped < math.prod(fields.shape):
+    points = math.prod(fields.shape)
+    if mapped < points:
         raise UsageError(
-            f"{where} is virtual, and {1 - mapped / math.prod(fields.shape):.0%} of it has no source: "
-            "HDF5 reads zeros there"
+            f"{where} is virtual, and {1 - mapped / points:.0%} of it has no source: HDF5 reads zeros there"
         )
 
 
 def _find_source(fields: h5py.Dataset, name: str, where: str) -> Path:
     """The file of a source, where HDF5 looks for it: beside the file, past links too, and in the working folder."""
     file = Path(fields.file.filename)
+    # HDF5 looks in these folders, in this order.
     folders = [file.parent, file.resolve().parent, Path()]
-    candidates = [folder / name for folder in folders] + [folder / Path(name).name for folder in folders[:2]]
-    path = next((candidate for candidate in candidates if candidate.is_file()), None)
-    if path is None:
-        raise UsageError(f"{where} is virtual, and its source {name} is not there: HDF5 reads zeros in its place")
-    return path
+    bare_name = Path(name).name
+    candidates = [folder / name for folder in folders]
+    candidates += [folder / bare_name for folder in folders[:2]]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise UsageError(f"{where} is virtual, and its source {name} is not there: HDF5 reads zeros in its place")
 
 
 def _check_size(part: h5py.Dataset, source: Any, where: str) -> None:
     """Raise UsageError where a source is smaller than what is taken of it: it was not finished, or made anew."""
+    # A selection beyond the end of a source is read as zeros.
     taken = source.vspace.get_select_npoints()
     is_short = taken > part.size
     if source.src_space.get_select_type() != h5py.h5s.SEL_ALL:
@@ -154,6 +173,7 @@ def _check_size(part: h5py.Dataset, source: Any, where: str) -> None:
 def _check_external(fields: h5py.Dataset, where: str) -> None:
     """Look at the raw files that hold the values of a dataset. HDF5 looks for them in the working folder."""
     beside = Path(fields.file.filename).parent
+    # HDF5 itself reads this variable.
     prefix = os.environ.get("HDF5_EXTFILE_PREFIX", "").replace("${ORIGIN}", str(beside))
     size = 0
     for name, offset, length in fields.external:

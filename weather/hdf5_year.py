@@ -42,7 +42,13 @@ class Hdf5Year(YearFile):
         """Close the file."""
         self.opened.close()
 
-    def _read(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
+    def _read(
+        self,
+        frame: int,
+        out: np.ndarray,
+        rows: slice,
+        columns: slice,
+    ) -> None:
         _, all_channels, height, width = self.shape
         frames, channels, h, w = out.shape
         if self.start is None or w < width:
@@ -55,8 +61,11 @@ class Hdf5Year(YearFile):
         if (channels, h) == (all_channels, height):  # frames lie side by side: one piece
             self._read_at(start, out)
             return
+        # Each field's rows are one piece, at the same place in its plane.
+        first_row = 4 * rows.start * width
         for t, c in np.ndindex(frames, channels):
-            self._read_at(start + (t * all_channels + c) * plane + 4 * rows.start * width, out[t, c])
+            field = start + (t * all_channels + c) * plane
+            self._read_at(field + first_row, out[t, c])
 
     def _read_at(self, position: int, out: np.ndarray) -> None:
         """Fill `out`, which is contiguous, from a position in the file on."""
@@ -65,7 +74,8 @@ class Hdf5Year(YearFile):
             count = os.preadv(self.descriptor, [view], position)
             if count == 0:
                 raise EOFError("the file was truncated")
-            view, position = view[count:], position + count
+            view = view[count:]
+            position += count
 
 
 def _only_a_dimension(array):

@@ -10,7 +10,11 @@ import numpy as np
 class HeldArray:
     """An array in memory with attributes, as a file has them."""
 
-    def __init__(self, values: np.ndarray, attrs: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        values: np.ndarray,
+        attrs: dict[str, Any] | None = None,
+    ):
         self.values = values
         self.attrs = attrs or {}
         self.shape = values.shape
@@ -27,7 +31,13 @@ class LazyArray:
     load: gives its values. The other arguments are attributes, as a file has them.
     """
 
-    def __init__(self, load: Callable[[], np.ndarray], shape: tuple[int, ...], dtype: np.dtype, attrs: dict[str, Any]):
+    def __init__(
+        self,
+        load: Callable[[], np.ndarray],
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        attrs: dict[str, Any],
+    ):
         self.load = load
         self.shape = shape
         self.dtype = dtype
@@ -58,7 +68,8 @@ class Frames:
         first, *others = keys
         # Whatever the first key is, numpy says which frames it means.
         wanted = np.arange(self.shape[0])[first]
-        begin, end = 0, 0
+        begin = 0
+        end = 0
         if wanted.size:
             begin = int(wanted.min())
             end = int(wanted.max()) + 1

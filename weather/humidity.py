@@ -15,8 +15,10 @@ def relative_humidity(q: np.ndarray, t: np.ndarray, pressure: float) -> np.ndarr
     Physical Processes, chapter 7). Saturation follows Tetens' formula with the parameters given there (Buck 1981;
     Alduchov and Eskridge 1996).
     """
-    over_water = 611.21 * np.exp(17.502 * (t - TRIPLE_POINT) / (t - 32.19))  # Pa
-    over_ice = 611.21 * np.exp(22.587 * (t - TRIPLE_POINT) / (t + 0.7))  # Pa
+    water_exponent = 17.502 * (t - TRIPLE_POINT) / (t - 32.19)
+    ice_exponent = 22.587 * (t - TRIPLE_POINT) / (t + 0.7)
+    over_water = 611.21 * np.exp(water_exponent)  # Pa
+    over_ice = 611.21 * np.exp(ice_exponent)  # Pa
 
     # The share of water in the mixture is 0 where there is ice alone, and 1 where there is water alone.
     warmth = (t - ICE_ONLY) / (TRIPLE_POINT - ICE_ONLY)

@@ -19,6 +19,7 @@ def read_packing(array: Any) -> dict[str, float]:
     """{attribute: value} of what turns the stored numbers into values; a neutral factor or offset is none."""
     found = {}
     for name, neutral in NEUTRAL_PACKING.items():
+        # The attribute may be an array of one number.
         attribute = array.attrs.get(name, neutral)
         value = float(np.asarray(attribute).item())
         if value != neutral:
@@ -55,6 +56,9 @@ def _as_number(stated: Any) -> float:
     try:
         return float(np.asarray(stated).item())
     except ValueError:
+        # A number of 8 bytes in base64, or something else.
         decoded = base64.b64decode(stated, validate=True)
-        (value,) = struct.unpack("<d", decoded) if len(decoded) == 8 else (np.nan,)
+        if len(decoded) != 8:
+            return np.nan
+        (value,) = struct.unpack("<d", decoded)
         return value

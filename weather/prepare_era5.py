@@ -65,7 +65,11 @@ def prepare_era5(
         times = [frame_times(year, 0, frames) for year, frames in writer.missing_years().items()]
         era5.check(np.concatenate(times))
         _announce(era5)
-    return writer.make(lambda year, first, count: era5.frames(frame_times(year, first, count)))
+
+    def read_frames(year: int, first: int, count: int) -> np.ndarray:
+        return era5.frames(frame_times(year, first, count))
+
+    return writer.make(read_frames)
 
 
 def _announce(era5: Era5) -> None:

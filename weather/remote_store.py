@@ -21,7 +21,9 @@ from weather.chunk_sources import Place
 
 log = logging.getLogger(__name__)
 IN_FLIGHT = 16  # requests of a process to one store at a time
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0  # seconds between two attempts
+# Seconds between two attempts.
+FIRST_PAUSE = 0.25
+LONGEST_PAUSE = 10.0
 LONGEST_ANSWER = 60.0  # seconds that one attempt may take
 UNLISTED = ("http://", "https://")  # servers that do not say what they have
 METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
@@ -73,7 +75,8 @@ class RemoteObjects:
     is_local = False
 
     def __init__(self, address: str, options: RemoteOptions):
-        self.address, self.options = address, options
+        self.address = address
+        self.options = options
         self.files, self.root = _file_system(address)
         self.cache = NodeCache(options.cache_to, options.cache_gib) if options.cache_to else None
         self.pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="chunks")

@@ -36,7 +36,12 @@ class RemoteZarrStore(Store):
         """Whether the names in the store can be had."""
         return not self.objects.address.startswith(UNLISTED)
 
-    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+    async def get(
+        self,
+        key: str,
+        prototype: BufferPrototype,
+        byte_range: ByteRequest | None = None,
+    ) -> Buffer | None:
         """The bytes of an object, None where there is none. Raises UsageError for a chunk of fields that is missing."""
         loop = asyncio.get_running_loop()
         # A request waits in a thread of its own, so that zarr's loop can begin the next ones.

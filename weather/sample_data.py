@@ -40,10 +40,12 @@ def make_sample_data(
     Returns the number of year files written. Raises UsageError for bad settings, a year in two splits, other data in
     `out` or too little disk space, before anything is written; and if `out` cannot be written.
     """
+    # All that the values depend on stands in the files, so that other data are told from these.
     grid = Grid(latitudes(img_size[0]), longitudes(img_size[1]))
     settings = {"version": VERSION, "img_size": list(img_size), "days": days, "seed": seed}
     attributes = {"source": SOURCE, "seed": seed}
     splits = train_years, valid_years, test_years
+    # Settings are checked, and disk space too, before the atmosphere is computed.
     writer = YearFileWriter(out, splits, days, grid, settings, TITLE, attributes)
     with reported_as_usage_error(ValueError, "sample data"):
         atmosphere = Atmosphere(img_size, seed)
@@ -55,11 +57,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = year_file_parser("weather.sample_data", __doc__, "1979-1983", "1984", "1985", "60")
     option = parser.add_argument
     option("out", metavar="OUT", nargs="?", default="data/quick", help="folder (default: %(default)s)")
-    option(
-        "--img_size", type=int_in_range(1, 65_536), nargs=2, default=(32, 64), metavar=("H", "W"), help="grid points"
-    )
-    option("--seed", type=int_in_range(0, 2**31 - 1), default=0)
-    make_sample_data(**vars(parser.parse_args(argv)))
+    points = int_in_range(1, 65_536)
+    seed = int_in_range(0, 2**31 - 1)
+    option("--img_size", type=points, nargs=2, default=(32, 64), metavar=("H", "W"), help="grid points")
+    option("--seed", type=seed, default=0)
+    options = parser.parse_args(argv)
+    make_sample_data(**vars(options))
 
 
 if __name__ == "__main__":

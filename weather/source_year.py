@@ -85,7 +85,13 @@ class SourceYear(YearFile):
             raise UsageError(f"{self.path}: no frame at 00, 06, 12 or 18 UTC: {there}")
         return dates
 
-    def _read(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
+    def _read(
+        self,
+        frame: int,
+        out: np.ndarray,
+        rows: slice,
+        columns: slice,
+    ) -> None:
         # The chunks of published stores span the globe: a window costs as much as all of it.
         dates = self.dates[frame : frame + len(out)]
         frames = self.reader.era5.frames(dates)  # (T, 20, H, W)

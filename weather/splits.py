@@ -18,9 +18,11 @@ def check_apart(dataset: FieldDataset, train: FieldDataset) -> list[str]:
     A data set that is the training's own folder is meant to be so, and a single date in both, where a year ends with
     the first frame of the next one, matters little. Raises UsageError for anything else that is in both.
     """
+    # A small trial may validate on its training years on purpose.
     if _real(dataset.folder) == _real(train.folder):
         return [f"{dataset.folder}: is the folder of the training too: its scores say nothing of other data"]
     notes = []
+    # Links may give one file two names.
     real_files = {_real(path): path for path in train.paths}
     for path, axis in zip(dataset.paths, dataset.axes, strict=True):
         same = real_files.get(_real(path))
@@ -29,7 +31,9 @@ def check_apart(dataset: FieldDataset, train: FieldDataset) -> list[str]:
         for train_path, train_axis in zip(train.paths, train.axes, strict=True):
             if axis is None or train_axis is None:
                 continue
+            # Files of different names may still hold the same dates.
             shared = np.intersect1d(axis.dates, train_axis.dates)
+            # Years often end with the first frame of the next one.
             if len(shared) == 1:
                 notes.append(f"{path}: {show(shared[0])} is in {train_path} too")
             elif len(shared):

@@ -43,7 +43,11 @@ class Paths(NamedTuple):
     time_means: Path | str
 
 
-def read_statistics(path: Path | str, channels: int, img_size: Sequence[int] | None = None) -> np.ndarray:
+def read_statistics(
+    path: Path | str,
+    channels: int,
+    img_size: Sequence[int] | None = None,
+) -> np.ndarray:
     """Statistics of each channel from a .npy file: float32 (C, 1, 1), or (C, H, W) if img_size is given.
 
     Raises UsageError if the file is missing, has another shape, or holds values that are not finite.
@@ -63,7 +67,11 @@ def read_statistics(path: Path | str, channels: int, img_size: Sequence[int] | N
     return values
 
 
-def positive_statistics(path: Path | str, channels: int, names: Sequence[str] = ()) -> np.ndarray:
+def positive_statistics(
+    path: Path | str,
+    channels: int,
+    names: Sequence[str] = (),
+) -> np.ndarray:
     """As read_statistics, of standard deviations, which must be positive. names: of the channels, for the message."""
     values = read_statistics(path, channels)
     bad = np.flatnonzero(values[:, 0, 0] <= 0)
@@ -91,7 +99,11 @@ def _open_array(path: Path | str) -> np.ndarray:
 
 
 def check_climatology(
-    paths: Paths, statistics: Statistics, names: Sequence[str], img_size: Sequence[int], is_global: bool
+    paths: Paths,
+    statistics: Statistics,
+    names: Sequence[str],
+    img_size: Sequence[int],
+    is_global: bool,
 ) -> None:
     """Raise UsageError where a climatology is none, on another grid, or not of the channels whose means are given.
 
@@ -139,7 +151,12 @@ def known_channels(names: Sequence[str]) -> list[int]:
     return [number for number, name in enumerate(names) if channel_key(name)[0] in QUANTITIES]
 
 
-def check_changes(path: Path | str, changes: np.ndarray, stds_path: Path | str, stds: np.ndarray) -> None:
+def check_changes(
+    path: Path | str,
+    changes: np.ndarray,
+    stds_path: Path | str,
+    stds: np.ndarray,
+) -> None:
     """Raise UsageError where channels change more than they can: sizes of the change (C, 1, 1), deviations (C, 1, 1).
 
     Frames that had nothing to do with one another would differ by 1.41 standard deviations.
@@ -159,7 +176,8 @@ class FrameSums:
     """
 
     def __init__(self, rows: np.ndarray):
-        self.rows, self.frames = rows, 0
+        self.rows = rows
+        self.frames = 0
         self.total: Any = 0.0  # (C, R, W), sums over the frames
         self.squares: Any = 0.0  # (C, R), sums over frames of means over a row
 
@@ -193,7 +211,8 @@ class FrameSums:
         for channel in known_channels(names):
             name = names[channel]
             std = float(statistics.stds[channel, 0, 0])
-            seen, expected = means[channel], expected_means[channel]
+            seen = means[channel]
+            expected = expected_means[channel]
             if abs(seen - expected) > far * std:
                 raise UsageError(
                     f"{paths.time_means}: the climatology of {name} is {expected:g} on average, frames of {folder} "
@@ -211,7 +230,12 @@ class FrameSums:
                 self._check_place(distances, climatology, channel, names, paths.time_means)
 
     def _check_place(
-        self, distances: "Distances", climatology: np.ndarray, channel: int, names: Sequence[str], path: Path | str
+        self,
+        distances: "Distances",
+        climatology: np.ndarray,
+        channel: int,
+        names: Sequence[str],
+        path: Path | str,
     ) -> None:
         """Raise UsageError where the climatology of a channel fits better in another place: turned, or another's.
 
@@ -242,7 +266,8 @@ class Distances:
     """How far the mean of some frames is from a climatology. mean_field: (R, W). std: of the channel."""
 
     def __init__(self, mean_field: np.ndarray, std: float):
-        self.mean_field, self.std = mean_field, std
+        self.mean_field = mean_field
+        self.std = std
 
     def to(self, climatology: np.ndarray) -> float:
         """The root of the mean square of the differences, in standard deviations."""

@@ -49,7 +49,12 @@ class SharedStore:
 class StorePath:
     """A store, or one or several of its years; as far as messages need it, a pathlib.Path."""
 
-    def __init__(self, store: SharedStore, years: tuple[int, ...] = (), text: str = ""):
+    def __init__(
+        self,
+        store: SharedStore,
+        years: tuple[int, ...] = (),
+        text: str = "",
+    ):
         self.store = store
         self.years = years
         self.text = text or f"{store.address}#{years[0]}"
@@ -111,7 +116,9 @@ def is_folder(text: str) -> bool:
 
 def is_store(folder: Path) -> bool:
     """Tell whether a folder is a Zarr store, by its name or by what is in it."""
-    return folder.suffix.lower() == ".zarr" or any((folder / name).is_file() for name in ZARR_METADATA)
+    if folder.suffix.lower() == ".zarr":
+        return True
+    return any((folder / name).is_file() for name in ZARR_METADATA)
 
 
 def parse_years(text: str) -> tuple[int, ...]:
@@ -121,7 +128,8 @@ def parse_years(text: str) -> tuple[int, ...]:
         match = re.fullmatch(r"(\d{4})(-(\d{4}))?", part.strip())
         if not match:
             raise UsageError(f"years '{text}': write 1979, 1979-1982 or 1979,1981-1983")
-        first, last = int(match[1]), int(match[3] or match[1])
+        first = int(match[1])
+        last = int(match[3] or match[1])
         if first > last:
             raise UsageError(f"years '{text}': {first} is after {last}")
         years += range(first, last + 1)

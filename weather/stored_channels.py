@@ -11,12 +11,16 @@ from weather.stored_arrays import StoredArrays, find_names, get_array
 NO_NAMES = "names no channels: they are taken for "
 
 
-def read_channels(file: StoredArrays, count: int) -> tuple[list[Channel], list[str]]:
+def read_channels(
+    file: StoredArrays,
+    count: int,
+) -> tuple[list[Channel], list[str]]:
     """The first channels, with the units that the file states, and what was assumed of them, a line each.
 
     Names of others become ours (u10m is u10), and a channel without units has those of its name. Raises UsageError
     where names or units are no text, or two channels are one.
     """
+    # Without names the channels are taken to be ours, in our order.
     names = _read_texts(file, "channel")
     has_names = names is not None
     if names is None:
@@ -27,6 +31,7 @@ def read_channels(file: StoredArrays, count: int) -> tuple[list[Channel], list[s
 
     channels = []
     for name, stated in zip(names[:count], units[:count], strict=True):
+        # Some write the units behind the name.
         bare_name, units_in_name = split_units(name)
         known = channel_of(bare_name)
         channels.append(known._replace(units=stated or units_in_name or known.units))
@@ -40,6 +45,7 @@ def read_channels(file: StoredArrays, count: int) -> tuple[list[Channel], list[s
 
 def _read_texts(file: StoredArrays, wanted: str) -> list[str] | None:
     """One text for each channel, without blanks around it; None where the file has none, or numbers."""
+    # Names of arrays may differ in case.
     name = next(iter(find_names(file, [wanted])), None)
     if name is None:
         return None
@@ -59,6 +65,7 @@ def _read_texts(file: StoredArrays, wanted: str) -> list[str] | None:
 
 def _decode_texts(array: Any) -> np.ndarray:
     """The values of an array, bytes as text."""
+    # h5py gives bytes unless it is asked for text.
     is_hdf5_text = hasattr(array, "asstr") and array.dtype.kind in "SO"
     values = array.asstr()[:] if is_hdf5_text else array[:]
     return np.char.decode(values, "utf-8") if values.dtype.kind == "S" else values
@@ -68,6 +75,7 @@ def _check_different(channels: list[Channel], names: list[str], file: StoredArra
     """Raise UsageError where two channels have one name. names: those in the file."""
     first_numbers: dict[str, int] = {}
     for number, channel in enumerate(channels):
+        # The channel that has this name first.
         first = first_numbers.setdefault(channel.name, number)
         if first != number:
             spelled = f" ('{names[first]}' and '{names[number]}')" if names[first] != names[number] else ""

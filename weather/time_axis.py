@@ -14,7 +14,8 @@ from weather.stored_arrays import StoredArrays
 from weather.time_decoding import TOLERANCE, decode_time, find_time
 
 # The years of weather: units that are not meant give others.
-FIRST_YEAR, LAST_YEAR = 1500, 3000
+FIRST_YEAR = 1500
+LAST_YEAR = 3000
 # Fewer frames do not tell their usual distance.
 FEW_FRAMES = 3
 
@@ -64,13 +65,17 @@ class TimeAxis:
         gaps = np.flatnonzero(~self.is_regular)
         firsts = [0, *(gaps + 1)]
         lasts = [*gaps, len(self.dates) - 1]
-        return [(self.dates[first], self.dates[last]) for first, last in zip(firsts, lasts, strict=True)]
+        stretches = []
+        for first, last in zip(firsts, lasts, strict=True):
+            stretches.append((self.dates[first], self.dates[last]))
+        return stretches
 
     def describe_gaps(self) -> str:
         """The number of gaps, and where the longest one is, in words; '' where there is none."""
         gaps = np.flatnonzero(~self.is_regular)
         if not len(gaps):
             return ""
+        # One gap stands for all, the longest.
         longest = gaps[np.argmax(self.steps[gaps])]
         hours = self.steps[longest] / 3600
         many = f"{len(gaps)} gaps, the longest" if len(gaps) > 1 else "a gap"
@@ -79,6 +84,7 @@ class TimeAxis:
 
 def most_frequent(steps: np.ndarray) -> int:
     """The step that most others are like, within TOLERANCE; of several the smallest. steps: (T - 1,) seconds."""
+    # Steps within the margin of a candidate count for it.
     ordered = np.sort(steps)
     candidates, counts = np.unique(ordered, return_counts=True)
     margin = np.abs(TOLERANCE * candidates)
@@ -115,6 +121,7 @@ def known_axis(axis: TimeAxis | None, path: object) -> TimeAxis:
 
 def _assumed_axis(file: StoredArrays) -> TimeAxis | None:
     """6-hourly frames from 1 January on, of the year that the file is named by. Raises UsageError for too many."""
+    # Only a name of four digits, such as 1979.h5, is a year.
     stem = file.path.stem
     if not (stem.isdecimal() and len(stem) == 4):
         return None
@@ -153,7 +160,9 @@ def _check_increasing(axis: TimeAxis, where: str) -> None:
     if not len(bad):
         return
     frame = int(bad[0])
-    date, following = show(axis.dates[frame]), show(axis.dates[frame + 1])
+    # Equal dates and dates that go back have different remedies.
+    date = show(axis.dates[frame])
+    following = show(axis.dates[frame + 1])
     if date == following:
         raise UsageError(f"{where} holds {date} twice, at frames {frame} and {frame + 1}: keep one of them")
     raise UsageError(f"{where} goes back from {date} to {following} at frame {frame + 1}: sort the frames by time")
@@ -161,7 +170,8 @@ def _check_increasing(axis: TimeAxis, where: str) -> None:
 
 def show(time: np.datetime64) -> str:
     """A date as text, to the hour or, if necessary, to the minute."""
-    return np.datetime_as_string(time, "h" if time == time.astype("datetime64[h]") else "m")
+    is_whole_hour = time == time.astype("datetime64[h]")
+    return np.datetime_as_string(time, "h" if is_whole_hour else "m")
 
 
 def show_step(seconds: int) -> str:

@@ -45,7 +45,11 @@ def find_time(file: StoredArrays) -> str | None:
     return named[0] if named else None
 
 
-def decode_time(file: StoredArrays, name: str, where: str) -> tuple[np.ndarray, np.ndarray]:
+def decode_time(
+    file: StoredArrays,
+    name: str,
+    where: str,
+) -> tuple[np.ndarray, np.ndarray]:
     """(dates, elapsed) of an array of dates, of text, or of numbers with units.
 
     dates: (T,) datetime64[s] in UTC. elapsed: (T,) seconds since the first frame in the array's calendar, int64.
@@ -71,7 +75,12 @@ def decode_time(file: StoredArrays, name: str, where: str) -> tuple[np.ndarray, 
     return decode_numbers(values, units, calendar, where)
 
 
-def decode_numbers(values: np.ndarray, units: str, calendar: str, where: str) -> tuple[np.ndarray, np.ndarray]:
+def decode_numbers(
+    values: np.ndarray,
+    units: str,
+    calendar: str,
+    where: str,
+) -> tuple[np.ndarray, np.ndarray]:
     """(dates, elapsed), as decode_time, of numbers (T,) in units such as 'hours since 1900-01-01'.
 
     calendar: in lower case, of CF. Raises UsageError for numbers that are no times, and errors of cftime for dates that
@@ -83,7 +92,10 @@ def decode_numbers(values: np.ndarray, units: str, calendar: str, where: str) ->
     exact, elapsed, unit = _dates_of_numbers(values.astype(np.float64), units, calendar, where)
     # Numbers in double precision are exact enough.
     is_single = values.dtype.kind == "f" and values.dtype.itemsize <= 4
-    precision = float(np.spacing(np.abs(values).max())) * unit if is_single else 0.0
+    precision = 0.0
+    if is_single:
+        largest = np.abs(values).max()
+        precision = float(np.spacing(largest)) * unit
     return _round_dates(exact, elapsed, precision)
 
 
@@ -106,7 +118,8 @@ def _parse_texts(texts: np.ndarray) -> np.ndarray:
     for text in texts:
         bare = text.strip(" \0").removesuffix("Z")  # Z is UTC
         match = DIGITS.fullmatch(bare)
-        dates.append(np.datetime64(_iso_of_digits(match) if match else bare, "us"))
+        iso = _iso_of_digits(match) if match else bare
+        dates.append(np.datetime64(iso, "us"))
     return np.array(dates)
 
 
@@ -154,7 +167,8 @@ def _dates_of_numbers(
     unit = (one_later - first).total_seconds()
     elapsed = (values - values[0]) * unit
     if has_leapless_calendar:
-        dates = np.array([_as_datetime64(date) for date in cftime.num2date(values, units, calendar)])
+        cf_dates = cftime.num2date(values, units, calendar)
+        dates = np.array([_as_datetime64(date) for date in cf_dates])
     else:
         later = np.round(elapsed * 1e6).astype("timedelta64[us]")
         dates = _as_datetime64(first) + later
@@ -171,14 +185,21 @@ def _elapsed(dates: np.ndarray) -> np.ndarray:
     return (dates - dates[0]) / np.timedelta64(1, "s")
 
 
-def _round_dates(exact: np.ndarray, elapsed: np.ndarray, precision: float) -> tuple[np.ndarray, np.ndarray]:
+def _round_dates(
+    exact: np.ndarray,
+    elapsed: np.ndarray,
+    precision: float,
+) -> tuple[np.ndarray, np.ndarray]:
     """(dates in s, elapsed) of dates in us, moved to the hour or the minute where all of them are that near.
 
     precision: seconds between two neighbouring numbers of the array. The seconds that have elapsed, in the calendar of
     the file, move with their dates.
     """
     dates = _nearest(exact, "s")
-    usual_step = float(np.median(np.abs(np.diff(elapsed)))) if len(elapsed) > 1 else 0.0
+    usual_step = 0.0
+    if len(elapsed) > 1:
+        steps = np.abs(np.diff(elapsed))
+        usual_step = float(np.median(steps))
     nearness = min(max(TOLERANCE * usual_step, precision), MOST_ROUNDING * usual_step)
     tolerance = np.timedelta64(round(nearness * 1e6), "us")
     # The coarsest unit that fits all dates is the one that was meant.
@@ -188,10 +209,14 @@ def _round_dates(exact: np.ndarray, elapsed: np.ndarray, precision: float) -> tu
             dates = rounded
             break
     moved = (dates - exact) / np.timedelta64(1, "s")
-    return dates, np.round(elapsed + moved - moved[0]).astype(np.int64)
+    elapsed_then = np.round(elapsed + moved - moved[0])
+    return dates, elapsed_then.astype(np.int64)
 
 
-def _nearest(dates: np.ndarray, unit: Literal["h", "m", "s"]) -> np.ndarray:
+def _nearest(
+    dates: np.ndarray,
+    unit: Literal["h", "m", "s"],
+) -> np.ndarray:
     """Each date at the nearest hour, minute or second, as datetime64[s]."""
     half = np.timedelta64(1, unit).astype("timedelta64[us]") // 2
     return (dates + half).astype(f"datetime64[{unit}]").astype("datetime64[s]")

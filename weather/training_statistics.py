@@ -30,7 +30,9 @@ class StatisticsSums:
         self.total: Any = 0.0  # (C, H, W)
         self.squares: Any = 0.0  # (C,)
         self.changes: Any = 0.0  # (C,), squares of the changes from frame to frame
-        self.frames, self.pairs, self.points = 0, 0, 0
+        self.frames = 0
+        self.pairs = 0
+        self.points = 0
         self.last: np.ndarray | None = None  # the frame before the next one, (1, C, H, W)
 
     def add(self, frames: np.ndarray, follows: np.ndarray) -> None:
@@ -62,6 +64,7 @@ class StatisticsSums:
 
     def stds(self) -> np.ndarray:
         """The standard deviation of each channel over time and points, (C,) float64; 0 or NaN where it is none."""
+        # Sums are of distances from an origin near the values, which loses no precision.
         distances = self.total / self.frames  # of the climatology from the origin, (C, H, W)
         mean_distance = distances.mean((1, 2))
         mean_square = self.squares / (self.frames * self.points)
@@ -69,18 +72,23 @@ class StatisticsSums:
 
     def change_stds(self) -> np.ndarray:
         """The root of the mean square of the change from one frame to the next, (C,) float64."""
+        # A single frame has no change.
         changes = max(1, self.pairs) * self.points
         return np.sqrt(self.changes / changes)
 
 
-def training_statistics(paths: Sequence[Path | StorePath], checks_values: bool = True) -> list[np.ndarray]:
+def training_statistics(
+    paths: Sequence[Path | StorePath],
+    checks_values: bool = True,
+) -> list[np.ndarray]:
     """Statistics of the year files `paths`. checks_values: whether frames are held against the ranges of channels.
 
     Returns float32 global_means and global_stds, each (1, C, 1, 1), time_means (1, C, H, W), and change_stds, the root
     of the mean square of the change from one frame to the next (1, C, 1, 1). Changes across a gap in time are left out.
     Raises UsageError for a frame that is no weather, and for a channel that is the same everywhere.
     """
-    sums, names = StatisticsSums(), list[str]()
+    sums = StatisticsSums()
+    names = list[str]()
     for path in paths:
         with reading(str(path)), closing(open_year(path)) as year:
             description = year.describe(year.shape[1], year.shape[2:])
@@ -97,19 +105,26 @@ def training_statistics(paths: Sequence[Path | StorePath], checks_values: bool =
                     raise UsageError(describe_problem(path, axis, number, name, problem))
                 sums.add(frames, follows[first : first + count])
 
-    means, stds = sums.means(), sums.stds()
-    for channel in map(int, np.flatnonzero(~(stds > 0))):  # nor is NaN
+    means = sums.means()
+    stds = sums.stds()
+    is_constant = ~(stds > 0)  # or NaN
+    for channel in map(int, np.flatnonzero(is_constant)):
         raise UsageError(
             f"{paths[0]}: channel {channel} ({names[channel]}) is {means[channel]:g} at every point of every "
             "training frame: leave it out, or get it anew"
         )
-    of_channels = [values[:, None, None] for values in (means, stds, sums.change_stds())]
-    arrays = [of_channels[0], of_channels[1], sums.time_means(), of_channels[2]]
+    arrays = [
+        means[:, None, None],
+        stds[:, None, None],
+        sums.time_means(),
+        sums.change_stds()[:, None, None],
+    ]
     return [array[None].astype(np.float32) for array in arrays]
 
 
 def _follows(year: YearFile, axis: TimeAxis | None) -> np.ndarray:
     """Whether each frame of a year is one step after the frame before it, (T,) bool; the first one is not."""
+    # Without dates nothing is known of gaps.
     is_regular = axis.is_regular if axis is not None else np.ones(year.shape[0] - 1, bool)
     return np.concatenate([[False], is_regular])
 
@@ -117,6 +132,7 @@ def _follows(year: YearFile, axis: TimeAxis | None) -> np.ndarray:
 def chunks(fields: Any) -> Iterator[tuple[int, int]]:
     """(first frame, number of frames) of parts of a dataset [time, ...] that fit in memory."""
     frames = fields.shape[0]
-    count = max(1, int(CHUNK_BYTES // (fields.nbytes / frames)))
+    frame_bytes = fields.nbytes / frames
+    count = max(1, int(CHUNK_BYTES // frame_bytes))
     for first in range(0, frames, count):
         yield first, min(count, frames - first)

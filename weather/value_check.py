@@ -17,10 +17,22 @@ FILL_VALUE = 1e15
 TOLERATED_SHARE = 0.1
 UNFINISHED = ": was it written to the end?"
 # Numbers that stand for "nothing here" in files of others, also where a range holds them.
-FILL_NUMBERS = (-32768, -32767, -9999, -999.9, -999, -99.99, -99, 9999, 99999, 999999)
+FILL_NUMBERS = (
+    -32768,
+    -32767,
+    -9999,
+    -999.9,
+    -999,
+    -99.99,
+    -99,
+    9999,
+    99999,
+    999999,
+)
 FILL_SHARE = 0.01  # of the points of a frame, from which on such a number is no coincidence
 # Weather is nowhere exactly 0 over so much of the globe, except what may be dry: humidity.
-ZERO_SHARE, DRY_ZERO_SHARE = 0.2, 0.5
+ZERO_SHARE = 0.2
+DRY_ZERO_SHARE = 0.5
 DRY = ("r", "q")
 DRY_LEVEL = 300  # hPa
 Key = tuple[str, float | None]  # (quantity, level in hPa): weather.channels.channel_key
@@ -66,6 +78,7 @@ class ValueCheck:
         missing_values: Sequence[float] = (),
     ):
         self.strict = strict
+        # No units mean ERA5's.
         stated = units or [""] * len(keys)
         self.bounds = [find_bounds(key, theirs) for key, theirs in zip(keys, stated, strict=True)]
         # The same as arrays (C,), so that a frame without a problem costs two passes over its values.
@@ -79,6 +92,7 @@ class ValueCheck:
 
     def find(self, frames: np.ndarray) -> Problem | None:
         """The first problem of frames (T, C, H, W), None where there is none."""
+        # Rows and columns do not matter for the extremes.
         points = frames.reshape(*frames.shape[:2], -1)
         low = points.min(-1)  # (T, C), NaN where a point is
         high = points.max(-1)
@@ -99,11 +113,17 @@ class ValueCheck:
                 found = self._explain(frames[frame, channel], self.bounds[channel])
                 if found is not None:
                     (row, column), text = found
-                    others = max(0, int((~is_in_range[frame]).sum()) - 1)
+                    out_of_range = int((~is_in_range[frame]).sum())
+                    others = max(0, out_of_range - 1)
                     return Problem(int(frame), int(channel), row, column, text, others)
         return None
 
-    def _has_fill_values(self, points: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    def _has_fill_values(
+        self,
+        points: np.ndarray,
+        low: np.ndarray,
+        high: np.ndarray,
+    ) -> np.ndarray:
         """Whether a known channel has many points that are exactly 0, or a fill number: (T, C) bool.
 
         points: (T, C, N). low, high: their extremes (T, C), one of which a fill number nearly always is.
@@ -117,7 +137,11 @@ class ValueCheck:
             has_zeros[frame, channel] |= is_fill.mean() > FILL_SHARE
         return has_zeros & self.is_known
 
-    def _explain(self, field: np.ndarray, bounds: Bounds) -> tuple[tuple[int, int], str] | None:
+    def _explain(
+        self,
+        field: np.ndarray,
+        bounds: Bounds,
+    ) -> tuple[tuple[int, int], str] | None:
         """((row, column), text) of the problem of a field (H, W); None where it is within what is tolerated."""
         is_finite = np.isfinite(field)
         if not is_finite.all():
@@ -146,7 +170,8 @@ class ValueCheck:
         if not is_zero.all() and is_zero.mean() > most_zeros(bounds.key[0]):
             return _first(is_zero), f"is 0, as {is_zero.mean():.0%} of this frame are{UNFINISHED}"
 
-        value, highest = field[0, 0], field.max()
+        value = field[0, 0]
+        highest = field.max()
         if field.min() == highest:
             hint = UNFINISHED if value == 0 else ": did something fail to write it?"
             return (0, 0), f"is {value:g}, and so is every point of this frame{hint}"
@@ -160,7 +185,8 @@ class ValueCheck:
         if self.strict:
             return False
         values = field[is_outside]
-        lowest, highest = values.min(), values.max()
+        lowest = values.min()
+        highest = values.max()
         # Noise never repeats a number, and is never exactly 0: those are fill values.
         is_one_value = len(values) > 1 and lowest == highest
         if is_one_value or (values == 0).any():

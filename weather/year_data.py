@@ -42,6 +42,7 @@ class Description(NamedTuple):
             if mine != theirs:
                 return f"channel {number} is '{mine}' and not '{theirs}'"
         for number, (mine, theirs) in enumerate(zip(self.units, other.units, strict=True)):
+            # Units may be spelt differently and mean the same.
             quantity, _ = channel_key(self.names[number])
             if not are_same_units(quantity, mine, theirs):
                 return f"the unit of channel {number} is '{mine}' and not '{theirs}'"
@@ -70,10 +71,22 @@ class YearFile(ABC):
         """Close it."""
 
     @abstractmethod
-    def _read(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
+    def _read(
+        self,
+        frame: int,
+        out: np.ndarray,
+        rows: slice,
+        columns: slice,
+    ) -> None:
         """Read as `read` does."""
 
-    def read(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
+    def read(
+        self,
+        frame: int,
+        out: np.ndarray,
+        rows: slice,
+        columns: slice,
+    ) -> None:
         """Fill `out`, contiguous (T, C, h, w), with T frames from `frame` on: first C channels, a window of points."""
         with reading(f"{self.path}: frame {frame}"):
             self._read(frame, out, rows, columns)
@@ -81,12 +94,16 @@ class YearFile(ABC):
     def read_rows(self, frame: int, channels: int, rows: np.ndarray) -> np.ndarray:
         """Read some rows of a frame, increasing, as whole circles: the first channels, (C, R, W)."""
         width = self.shape[3]
-        first, last = int(rows.min()), int(rows.max())
-        is_band = len(rows) == last - first + 1
+        first = int(rows.min())
+        last = int(rows.max())
+        height = last - first + 1
+        # One read of all rows between is faster, unless the file can skip those that nobody asked for.
+        is_band = len(rows) == height
         if is_band or not self.reads_parts:
-            band = np.empty((1, channels, last - first + 1, width), np.float32)
+            band = np.empty((1, channels, height, width), np.float32)
             self.read(frame, band, slice(first, last + 1), slice(0, width))
             return band[0] if is_band else band[0][:, rows - first]
+
         out = np.empty((channels, len(rows), width), np.float32)
         circle = np.empty((1, channels, 1, width), np.float32)
         for number, row in enumerate(rows):
@@ -122,12 +139,14 @@ class YearFile(ABC):
 
         Names of others become ours (u10m is u10), and a channel without units has those of its name.
         """
+        # What was assumed is told by `assumptions`, once.
         known, _ = read_channels(self, channels)
         grid, _ = read_grid(self)
         height, width = img_size
         names = [channel.name for channel in known]
         units = [channel.units for channel in known]
-        return Description(names, units, Grid(grid.latitude[:height], grid.longitude[:width]))
+        image_grid = Grid(grid.latitude[:height], grid.longitude[:width])
+        return Description(names, units, image_grid)
 
     def assumptions(self, channels: int) -> list[str]:
         """What is assumed of the first channels and of the grid, a line each."""
@@ -138,7 +157,10 @@ class YearFile(ABC):
     def constant_field(self, name: str) -> np.ndarray:
         """A field that does not change with time, (H, W) float64. Raises UsageError where the file has none."""
         with reading(f"{self.path}: '{name}'"):
-            fields = {k: a for k, a in self.arrays.items() if getattr(a, "shape", None) == self.shape[2:]}
+            fields = {}
+            for known_name, array in self.arrays.items():
+                if getattr(array, "shape", None) == self.shape[2:]:
+                    fields[known_name] = array
             if name in fields and fields[name].dtype.kind in "fiu":
                 return np.asarray(fields[name][:], np.float64)
         known = f"it has {', '.join(fields)}" if fields else "it has no such field"

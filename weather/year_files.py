@@ -39,10 +39,19 @@ Constant = Mapping[str, tuple[str, np.ndarray]]
 FrameReader = Callable[[int, int, int], np.ndarray]  # (year, first, count): frames (count, C, H, W)
 
 
-def year_file_parser(module: str, doc: str, train: str, valid: str, test: str, days: str) -> ArgumentParser:
+def year_file_parser(
+    module: str,
+    doc: str,
+    train: str,
+    valid: str,
+    test: str,
+    days: str,
+) -> ArgumentParser:
     """A parser with the options that every command that makes year files has; the texts are their defaults."""
     parser = ArgumentParser(prog=f"python -m {module}", description=doc.partition("\n")[0])
-    option, default = parser.add_argument, "(default: %(default)s)"
+    # Defaults are texts, which argparse reads like words of the command line.
+    option = parser.add_argument
+    default = "(default: %(default)s)"
     option("--train_years", type=parse_years, default=train, help=f"such as 1979-1982,1985 {default}")
     option("--valid_years", type=parse_years, default=valid, help=default)
     option("--test_years", type=parse_years, default=test, help=default)
@@ -69,22 +78,38 @@ class YearFileWriter:
         title: str,
         attributes: dict[str, Any],
     ):
-        self.out, self.grid, self.settings = Path(out), grid, settings
+        self.out = Path(out)
+        self.grid = grid
+        self.settings = settings
         self.attributes = {"title": title, **attributes}
-        self.frames = {
-            self.out / split / f"{year:04d}.h5": 4 * days or year_frames(year)
-            for year, split in _split_years(splits).items()
-        }
+        self.frames: dict[Path, int] = {}  # frames of each year file
+        for year, split in _split_years(splits).items():
+            path = self.out / split / f"{year:04d}.h5"
+            self.frames[path] = 4 * days or year_frames(year)
         self.stats = [self.out / "stats" / f"{name}.npy" for name in STATS]
-        for path in sorted(path for split in SPLITS for path in (self.out / split).glob("*.h5")):
+
+        # What is there already must be of this data set, or nothing is touched.
+        there: list[Path] = []
+        for split in SPLITS:
+            there += (self.out / split).glob("*.h5")
+        for path in sorted(there):
             if path not in self.frames or _read_origin(path) != (title, settings):
                 raise UsageError(f"{path}: is other data, or of other settings: choose another folder")
         self.missing = [path for path in self.frames if not path.exists()]
-        if len(self.missing) == len(self.frames) and any(path.exists() for path in self.stats):
+        has_no_year = len(self.missing) == len(self.frames)
+        if has_no_year and any(path.exists() for path in self.stats):
             raise UsageError(f"{self.out / 'stats'} holds statistics of other data: choose another folder")
-        folder = next(parent for parent in [self.out, *self.out.absolute().parents] if parent.exists())
-        frame_bytes = 4 * len(CHANNELS) * len(grid.latitude) * len(grid.longitude)
-        need, free = frame_bytes * (sum(self.missing_years().values()) + 1), shutil.disk_usage(folder).free
+        self._check_disk()
+
+    def _check_disk(self) -> None:
+        """Raise UsageError where the disk is too small for the files that are missing."""
+        parents = [self.out, *self.out.absolute().parents]
+        folder = next(parent for parent in parents if parent.exists())
+        frame_bytes = 4 * len(CHANNELS) * len(self.grid.latitude) * len(self.grid.longitude)
+        # The statistics are as large as a frame, which holds the climatology.
+        frames = sum(self.missing_years().values()) + 1
+        need = frame_bytes * frames
+        free = shutil.disk_usage(folder).free
         if need > free:
             raise UsageError(f"{self.out}: needs {need / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB free")
 
@@ -99,8 +124,10 @@ class YearFileWriter:
         constant: fields that do not change with time, for every file: {name: (units, (H, W) values)}.
         Raises OSError if `out` cannot be written.
         """
+        # Files that are whole stay: a second call only completes the set.
         described = self._write(read_frames, constant or {})
-        size = sum(path.stat().st_size for path in [*self.frames, *self.stats])
+        files = [*self.frames, *self.stats]
+        size = sum(path.stat().st_size for path in files)
         news = "complete, nothing to do" if described and not self.missing else f"{len(self.missing)} made"
         frames = sum(self.frames.values())
         print(f"{self.out}: {len(self.frames)} files ({news}), {frames} frames, {size / 1e6:.1f} MB")
@@ -108,39 +135,57 @@ class YearFileWriter:
 
     def _write(self, read_frames: FrameReader, constant: Constant) -> bool:
         """Write the missing year files and statistics; returns whether the statistics were there already."""
+        # New training years change the statistics.
         if any(path.parent.name == "train" for path in self.missing):
             for path in self.stats:
                 path.unlink(missing_ok=True)  # they describe other training years than there are from here on
-        with tqdm(total=sum(self.missing_years().values()), unit="frame", disable=None) as progress:
+        total = sum(self.missing_years().values())
+        with tqdm(total=total, unit="frame", disable=None) as progress:
             for path in self.missing:
+                year = int(path.stem)
+                # A file gets its name when all of it is on disk.
                 with whole_file(path) as part, open_hdf5(part, "w") as file:
-                    fields = self._describe(file, int(path.stem), self.frames[path], constant)
+                    fields = self._describe(file, year, self.frames[path], constant)
+                    # Not all frames of a year fit in memory at once.
                     for first, count in chunks(fields):
-                        fields[first : first + count] = read_frames(int(path.stem), first, count)
+                        fields[first : first + count] = read_frames(year, first, count)
                         progress.update(count)
         described = all(path.exists() for path in self.stats)
         if not described:
-            write_statistics([path for path in self.frames if path.parent.name == "train"], self.out / "stats")
+            training_years = [path for path in self.frames if path.parent.name == "train"]
+            write_statistics(training_years, self.out / "stats")
         return described
 
-    def _describe(self, file: h5py.File, year: int, frames: int, constant: Constant) -> h5py.Dataset:
+    def _describe(
+        self,
+        file: h5py.File,
+        year: int,
+        frames: int,
+        constant: Constant,
+    ) -> h5py.Dataset:
         """Write everything but the fields into a year file; returns the empty dataset of the fields."""
         latitude, longitude = self.grid
-        hours = frame_times(year, 0, frames).astype("datetime64[h]").astype(np.float64)
+        dates = frame_times(year, 0, frames)
+        hours = dates.astype("datetime64[h]").astype(np.float64)
         scales: dict[str, tuple[Sequence[Any] | np.ndarray, str | None]] = {
             "time": (hours, "hours since 1970-01-01"),
             "channel": ([channel.name for channel in CHANNELS], None),
             "latitude": (latitude, "degrees_north"),
             "longitude": (longitude, "degrees_east"),
         }
-        fields = file.create_dataset("fields", [len(values) for values, _ in scales.values()], "f4")
+        shape = [len(values) for values, _ in scales.values()]
+        fields = file.create_dataset("fields", shape, "f4")
+
+        # Each axis of the fields has its coordinates as a scale, by which other programs know it.
         for axis, (name, (values, units)) in enumerate(scales.items()):
             file[name] = values
-            file[name].attrs.update({"units": units} if units else {})
+            if units:
+                file[name].attrs["units"] = units
             file[name].make_scale(name)
             fields.dims[axis].attach_scale(file[name])
         file["channel_units"] = [channel.units for channel in CHANNELS]
         file["channel_units"].dims[0].attach_scale(file["channel"])
+        # Fields that do not change have no axis of time.
         for name, (units, values) in constant.items():
             file[name] = values.astype(np.float32)
             file[name].attrs["units"] = units
@@ -150,17 +195,26 @@ class YearFileWriter:
         return fields
 
 
-def write_statistics(years: Sequence[Path | StorePath], folder: Path, checks_values: bool = True) -> list[Path]:
+def write_statistics(
+    years: Sequence[Path | StorePath],
+    folder: Path,
+    checks_values: bool = True,
+) -> list[Path]:
     """Write those statistics of year files that are not in a folder yet; returns their files.
 
     checks_values: whether frames are held against the ranges of their channels.
     """
-    values = dict(zip(STATS, training_statistics(years, checks_values), strict=True))
-    new = {path: value for name, value in values.items() if not (path := folder / f"{name}.npy").exists()}
-    for path, value in new.items():
+    # One pass over the years gives all statistics.
+    values = training_statistics(years, checks_values)
+    written = []
+    for name, value in zip(STATS, values, strict=True):
+        path = folder / f"{name}.npy"
+        if path.exists():
+            continue
         with whole_file(path) as part, open(part, "wb") as file:
             np.save(file, value)
-    return list(new)
+        written.append(path)
+    return written
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -178,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not paths:
         raise UsageError(f"{options.train}: holds no .h5, .nc or .zarr")
     with closing(open_year(paths[0])) as first:
-        channels, img_size = first.shape[1], first.shape[2:]
+        _, channels, *img_size = first.shape
     with closing(FieldDataset(options.train, channels, img_size, remote=remote)) as dataset:  # which compares the years
         for note in dataset.notes():
             print(note)
@@ -198,6 +252,7 @@ def _split_years(years_of_splits: Sequence[Iterable[int]]) -> dict[int, str]:
             if year in years:
                 raise UsageError(f"year {year} is in {years[year]} and in {split}: the test would leak")
             years[year] = split
+    # Statistics are of the training years, so there must be some.
     if "train" not in years.values():
         raise UsageError("no training year")
     return years
@@ -212,7 +267,9 @@ def _read_origin(path):
         if not is_hdf5(path):
             return None, None
         with open_hdf5(path) as file:
-            title, settings = file.attrs.get("title"), file.attrs.get("settings")
+            # Files of others have no such attributes.
+            title = file.attrs.get("title")
+            settings = file.attrs.get("settings")
     except OSError as error:
         cause = first_line(error)
         raise UsageError(f"{path}: cannot be read: {cause}: move it away, and it is made again") from error

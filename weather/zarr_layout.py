@@ -94,13 +94,18 @@ class ChunkLayout:
     def locate(self, coords: Coords) -> tuple[Coords, Coords]:
         """(coordinates of the object that holds a chunk, those of the chunk in it)."""
         # Without shards an object is a chunk, and the second are zeros.
-        outer, inner = [], []
+        outer = []
+        inner = []
         for number, count in zip(coords, self.chunks_in_object, strict=True):
             outer.append(number // count)
             inner.append(number % count)
         return tuple(outer), tuple(inner)
 
-    def chunks_inside(self, coords: Coords, chunks: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def chunks_inside(
+        self,
+        coords: Coords,
+        chunks: Sequence[np.ndarray],
+    ) -> list[np.ndarray]:
         """Of these chunks (numbers along each axis) those in the object at `coords`, by their numbers in it."""
         inside = []
         for number, numbers, count in zip(coords, chunks, self.chunks_in_object, strict=True):

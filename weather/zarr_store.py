@@ -48,9 +48,11 @@ class ZarrStore:
         self.store: Any
         if self.is_remote:
             objects = RemoteObjects(address, options)
-            self.source, self.store = objects, RemoteZarrStore(objects)
+            self.source = objects
+            self.store = RemoteZarrStore(objects)
         else:
-            self.source, self.store = LocalChunks(Path(address)), address
+            self.source = LocalChunks(Path(address))
+            self.store = address
         self.lock = threading.Lock()
         self.arrays: dict[str, Any] = {}
         self.dates: np.ndarray | None = None  # of all frames, (T,) datetime64[s], once a year was looked for

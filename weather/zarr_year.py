@@ -58,7 +58,13 @@ class ZarrYear(YearFile):
             own["time"] = HeldArray(time[self.first : end], dict(time.attrs))
         self.arrays = own
 
-    def _read(self, frame: int, out: np.ndarray, rows: slice, columns: slice) -> None:
+    def _read(
+        self,
+        frame: int,
+        out: np.ndarray,
+        rows: slice,
+        columns: slice,
+    ) -> None:
         frames, channels = out.shape[:2]
         first = self.first + frame
         selection = (slice(first, first + frames), slice(0, channels), rows, columns)

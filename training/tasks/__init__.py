@@ -23,6 +23,7 @@ def task_of(config: Config) -> Task:
     known = [module.name for module in pkgutil.iter_modules(__path__) if module.name not in COMMON]
     if config.task not in known:
         raise UsageError(f"task '{config.task}'{nearest(config.task, known)}: there are {', '.join(known)}")
+    # Only the task that is asked for is imported.
     module = importlib.import_module(f"{__name__}.{config.task}")
     words = config.task.split("_")
     class_name = "".join([word.capitalize() for word in words]) + "Task"

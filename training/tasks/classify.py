@@ -29,11 +29,13 @@ class ClassifyTask(WaveTask):
         config = self.config
         if config.num_classes is None:
             raise UsageError(f"{config.config}: task classify needs num_classes")
-        if config.context_parallel > 1 or config.pipeline_parallel > 1 or config.gradient_accumulation > 1:
+        is_split = config.context_parallel > 1 or config.pipeline_parallel > 1
+        if is_split or config.gradient_accumulation > 1:
             others = "context_parallel, pipeline_parallel and gradient_accumulation"
             raise UsageError(f"{config.config}: task classify goes without {others}")
         self.classes: int = config.num_classes
-        self.most = math.ceil(math.sqrt(self.classes))  # numbers of waves along an axis, m
+        # Numbers of waves along an axis: m of them, so that m x m is enough for all classes.
+        self.most = math.ceil(math.sqrt(self.classes))
 
     def output_shape(self, samples: int) -> Shape:
         """One logit for each class."""
@@ -42,7 +44,10 @@ class ClassifyTask(WaveTask):
     def draw(self, random: torch.Generator) -> Tensor:
         """Those of a class; one wave along a third axis."""
         label = int(torch.randint(self.classes, (), generator=random))
-        return torch.tensor([*divmod(label, self.most), 1][: len(self.config.img_size)])
+        # The label gives both numbers of waves.
+        first, second = divmod(label, self.most)
+        axes = len(self.config.img_size)
+        return torch.tensor([first, second, 1][:axes])
 
     def target(self, axes: Sequence[Tensor], numbers: Tensor, phases: Tensor) -> Tensor:
         """The classes, (B,)."""
@@ -54,14 +59,20 @@ class ClassifyTask(WaveTask):
         All ranks that share the images have these logits. The gradient is multiplied by their number, which the mean
         over the ranks takes out again, as in context_parallel.l2_norms.
         """
-        return replicated_loss(F.cross_entropy(at_least_float32(prediction), target), as_group(image_group))
+        loss = F.cross_entropy(at_least_float32(prediction), target)
+        return replicated_loss(loss, as_group(image_group))
 
     def scores(self, parallel: ParallelModel, x: Tensor, y: Tensor, count: int) -> Tensor:
         """Of each sample its cross-entropy, and 1 where the class is right."""
-        logits, y = parallel.model(x)[:count].float(), y[:count]
-        return torch.stack([F.cross_entropy(logits, y, reduction="none"), (logits.argmax(1) == y).float()], 1)
+        # Samples beyond `count` only fill the batch.
+        logits = parallel.model(x)[:count].float()  # (count, classes)
+        y = y[:count]
+        losses = F.cross_entropy(logits, y, reduction="none")
+        is_right = logits.argmax(1) == y
+        return torch.stack([losses, is_right.float()], 1)
 
     def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Images of normal random numbers, and random classes."""
         x, _ = super().random_batch(generator)
-        return x, torch.randint(self.classes, (len(x),), generator=generator)
+        labels = torch.randint(self.classes, (len(x),), generator=generator)
+        return x, labels

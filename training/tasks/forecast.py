@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,7 +15,7 @@ from distributed.parallel_model import ParallelModel
 from training.losses import loss_weights, relative_l2, weighted_squared_error
 from training.metrics import ForecastMetrics
 from training.results import skill_table
-from training.rollout import Rollout
+from training.rollout import Network, Rollout
 from training.tasks.task import Task, Validator
 from utils import comm
 from utils.data_loader import BatchLoader, DataLoader, reads_samples
@@ -52,50 +53,66 @@ class ForecastTask(Task):
     def build_loaders(self, device: torch.device) -> list[BatchLoader]:
         """Loaders of pairs of frames. Raises UsageError where data and config disagree."""
         config = self.config
+        # Of the ranks that train on the same samples one reads, and sends them to the others.
         Loader = loader_class(config.data_loader_config) if reads_samples() else BatchLoader
-        n_in, n_out, (rows, columns) = config.n_in_channels, config.n_out_channels, self.own_window()
-        channels = max(n_in, n_out)
-        train, valid = (
-            FieldDataset(
-                folder,
-                channels,
-                config.img_size,
-                config.dt,
-                limit,
-                rows,
-                columns,
-                config.longest_rollout,
-                config.input_frames,
-                config.options(RemoteOptions),
-            )
-            for folder, limit in (
-                (config.train_data_path, config.limit_nsamples),
-                (config.valid_data_path, config.limit_nsamples_val),
-            )
-        )
+
+        train = self._open(config.train_data_path, config.limit_nsamples)
+        valid = self._open(config.valid_data_path, config.limit_nsamples_val)
+        # Both data sets must have the same channels, points and time step.
         valid.check_like(train)
         valid.check_step_like(train)
         self._described = train.description.names, train.description.grid.latitude
         self._train = train
         self.notes = [*train.notes(), *valid.notes()]
+        # Weights for channels that the data lack are refused now, not in the first step.
         if config.loss != "relative_l2":
             loss_weights(config, *self._described)
         self.check_batch(len(train))
-        batch_size = config.global_batch_size // comm.get_size("dp")
+
+        # The data tell how large a change of the state is.
         self._rollout = rollout_of(config, device)
         forcings = Forcings(config.forcings, train, device) if config.forcings else None
-        statistics = statistics_of(config, train.description.names)
-        shared = statistics, n_in, n_out, batch_size, device, config.num_data_workers, forcings
-        steps = config.rollout_stages, config.input_frames, config.gradient_accumulation
-        loader, valid_loader = (Loader(dataset, *shared, *steps) for dataset in (train, valid))
+        build = partial(
+            Loader,
+            statistics=statistics_of(config, train.description.names),
+            n_in=config.n_in_channels,
+            n_out=config.n_out_channels,
+            batch_size=config.global_batch_size // comm.get_size("dp"),
+            device=device,
+            num_workers=config.num_data_workers,
+            forcings=forcings,
+            stages=config.rollout_stages,
+            frames=config.input_frames,
+            micro_batches=config.gradient_accumulation,
+        )
+        loader = build(train)
+        valid_loader = build(valid)
+        # Only one of them reads at a time.
         valid_loader.share_memory_with(loader)
         return [loader, valid_loader]
+
+    def _open(self, folder: str, limit: int | None) -> FieldDataset:
+        """This rank's part of the images of a folder. limit: only the first so many samples."""
+        config = self.config
+        rows, columns = self.own_window()
+        return FieldDataset(
+            folder,
+            max(config.n_in_channels, config.n_out_channels),
+            config.img_size,
+            config.dt,
+            limit,
+            rows,
+            columns,
+            config.longest_rollout,
+            config.input_frames,
+            config.options(RemoteOptions),
+        )
 
     def check_data(self, loaders: Sequence[BatchLoader]) -> None:
         """Look at frames, at the statistics beside them, and for a year that is in two of the folders."""
         if self.config.check_data == "off":
             return
-        train, valid = (cast(FieldDataset, loader.dataset) for loader in loaders)
+        train, valid = [cast(FieldDataset, loader.dataset) for loader in loaders]
         if comm.is_main():  # the files are alike on all ranks
             self.notes += check_apart(valid, train)
             self.notes += check_test_years(self.config, train)
@@ -105,7 +122,9 @@ class ForecastTask(Task):
 
     def data_record(self) -> Record:
         """Channels, time step and dates of the training."""
-        return make_record(self._train) if self._train is not None else {}
+        if self._train is None:
+            return {}
+        return make_record(self._train)
 
     def check_data_record(self, record: Record, where: Path) -> None:
         """The time step and the channels must be those of before."""
@@ -114,6 +133,7 @@ class ForecastTask(Task):
 
     def predict(self, parallel: ParallelModel, x: Tensor, y: Tensor) -> Tensor:
         """A forecast of as many steps as y has."""
+        # The target has the steps of the forecast, one after the other.
         steps = y.shape[1] // self.config.n_out_channels
         if steps == 1 and self.config.predict == "state":
             return parallel.module(x)
@@ -123,25 +143,38 @@ class ForecastTask(Task):
     def rollout(self, device: torch.device) -> Rollout:
         """The object that turns the network's outputs into forecasts."""
         if self._rollout is None:
-            scale = torch.ones(self.config.n_out_channels, 1, 1, device=device)  # of random numbers
-            self._rollout = Rollout(self.config, None if self.config.predict == "state" else scale)
+            # Without data, as in a benchmark, a model meets random numbers: their changes have scale 1.
+            scale = None
+            if self.config.predict != "state":
+                scale = torch.ones(self.config.n_out_channels, 1, 1, device=device)
+            self._rollout = Rollout(self.config, scale)
         return self._rollout
 
     def loss(self, prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None) -> Tensor:
         """The loss that the config names, the mean over the steps of the forecast."""
+        # Every step of a forecast counts as a sample: (B, k n_out, h, w) -> (B k, n_out, h, w).
         n_out = self.config.n_out_channels
-        prediction, target = (x.unflatten(1, (-1, n_out)).flatten(0, 1) for x in (prediction, target))
+        prediction = prediction.unflatten(1, (-1, n_out)).flatten(0, 1)
+        target = target.unflatten(1, (-1, n_out)).flatten(0, 1)
         return self.sample_losses(prediction, target, False, image_group).mean()
 
     def sample_losses(
-        self, prediction: Tensor, target: Tensor, whole: bool = True, image_group: dist.ProcessGroup | None = None
+        self,
+        prediction: Tensor,
+        target: Tensor,
+        whole: bool = True,
+        image_group: dist.ProcessGroup | None = None,
     ) -> Tensor:
         """The loss of each sample, (B,), of images (B, n_out, H, W); not whole: of this rank's part of them."""
         if self.config.loss == "relative_l2":
             return relative_l2(prediction, target, image_group)
+        # The weights are made once, and kept on the device.
         if whole not in self._weights:
-            weights = loss_weights(self.config, *self._described)
-            self._weights[whole] = (weights if whole else weights[:, self.own_window()[0]]).to(target.device)
+            weights = loss_weights(self.config, *self._described)  # (n_out, H, 1)
+            if not whole:
+                rows = self.own_window()[0]
+                weights = weights[:, rows]  # (n_out, h, 1)
+            self._weights[whole] = weights.to(target.device)
         return weighted_squared_error(prediction, target, self._weights[whole], image_group)
 
     def build_validator(self, loader: BatchLoader) -> Validator:
@@ -150,11 +183,17 @@ class ForecastTask(Task):
 
     def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Images of normal random numbers; forcings that stay are the same for all samples."""
-        config, steps, (fixed, timed) = self.config, self.config.longest_rollout, count_forcings(self.config.forcings)
+        config = self.config
+        steps = config.longest_rollout
+        fixed, timed = count_forcings(config.forcings)
+        # The forcings that change come once for each step; one step is among the channels of the model.
         inputs = config.model_in_channels + (steps - 1) * timed
+        outputs = steps * config.n_out_channels
         x = torch.randn(config.global_batch_size, inputs, *config.img_size, generator=generator)
-        x[1:, config.state_channels :][:, :fixed] = x[:1, config.state_channels :][:, :fixed]
-        return x, torch.randn(len(x), steps * config.n_out_channels, *config.img_size, generator=generator)
+        first = config.state_channels
+        x[1:, first : first + fixed] = x[:1, first : first + fixed]
+        y = torch.randn(len(x), outputs, *config.img_size, generator=generator)
+        return x, y
 
 
 def loader_class(name: str) -> type[BatchLoader]:
@@ -173,6 +212,7 @@ def check_test_years(config: Config, train: FieldDataset) -> list[str]:
     """
     try:
         channels = max(config.n_in_channels, config.n_out_channels)
+        # The test years need fewer options: nobody trains on them.
         test = FieldDataset(config.inf_data_path, channels, config.img_size, config.dt)
     except UsageError:
         return []  # training needs no test years: what is wrong with them is for the forecast to say
@@ -196,9 +236,12 @@ def look_at_frames(
     names = first.description.names
     paths = Paths(config.global_means_path, config.global_stds_path, config.time_means_path)
     if comm.is_main():  # it reads a file as large as a frame, which is the same for all ranks
-        check_climatology(paths, statistics, names, first.files[0].shape[2:], first.description.grid.is_global)
+        img_size = first.files[0].shape[2:]
+        is_global = first.description.grid.is_global
+        check_climatology(paths, statistics, names, img_size, is_global)
     looked = DataCheck(datasets, config.check_data, (comm.rank(), comm.world_size()))
     looked.run(comm.is_main())
+    # A run on a few samples has other statistics than all of the years.
     is_of_training = is_training and config.limit_nsamples is None
     looked.sums.check(statistics, names, paths, first.folder, is_of_training)
     return looked
@@ -209,13 +252,15 @@ def statistics_of(config: Config, names: Sequence[str] = ()) -> Statistics:
     channels = max(config.n_in_channels, config.n_out_channels)
     stds = positive_statistics(config.global_stds_path, channels, names)
     climatology = read_statistics(config.time_means_path, channels, config.img_size)
-    return Statistics(read_statistics(config.global_means_path, channels), stds, climatology)
+    means = read_statistics(config.global_means_path, channels)
+    return Statistics(means, stds, climatology)
 
 
 def rollout_of(config: Config, device: torch.device) -> Rollout:
     """The Rollout of a config. Raises UsageError where the size of the change is asked for, and not known."""
     if config.predict == "state":
         return Rollout(config)
+    # The file lies beside the other statistics.
     path = Path(config.global_stds_path).with_name("change_stds.npy")
     if not path.exists():
         make = f"python -m weather.year_files TRAIN_FOLDER {path.parent}"
@@ -224,21 +269,33 @@ def rollout_of(config: Config, device: torch.device) -> Rollout:
     changes = positive_statistics(path, config.n_out_channels)
     if config.check_data != "off":
         check_changes(path, changes, config.global_stds_path, stds)
-    return Rollout(config, torch.from_numpy(changes / stds).to(device))
+    change_scale = torch.from_numpy(changes / stds).to(device)
+    return Rollout(config, change_scale)
 
 
 class ForecastValidator(Validator):
     """Loss of the whole forecasts; RMSE and ACC of their first step, beside those of persistence and climatology."""
 
-    def __init__(self, loader: BatchLoader, rollout: Rollout, sample_losses: Callable[[Tensor, Tensor], Tensor]):
+    def __init__(
+        self,
+        loader: BatchLoader,
+        rollout: Rollout,
+        sample_losses: Callable[[Tensor, Tensor], Tensor],
+    ):
         super().__init__(loader)
-        self.rollout, self.sample_losses = rollout, sample_losses
+        self.rollout = rollout
+        self.sample_losses = sample_losses
         n = loader.n_out
         # A loader knows of a data set what it reads; ours say more.
-        dataset, statistics = cast(FieldDataset, loader.dataset), cast(Statistics, loader.statistics)
+        dataset = cast(FieldDataset, loader.dataset)
+        statistics = cast(Statistics, loader.statistics)
+        # The first channels are the ones that are forecast.
         names, units, self.grid = dataset.description
-        self.names, self.units = names[:n], units[:n]
-        self.means, self.stds, time_means = (torch.from_numpy(values[:n]) for values in statistics)
+        self.names = names[:n]
+        self.units = units[:n]
+        self.means = torch.from_numpy(statistics.means[:n])  # (n_out, 1, 1)
+        self.stds = torch.from_numpy(statistics.stds[:n])  # (n_out, 1, 1)
+        time_means = torch.from_numpy(statistics.time_means[:n])  # (n_out, H, W)
         self.climatology = ((time_means - self.means) / self.stds).to(loader.device)
         self.new_metrics = partial(ForecastMetrics, self.grid.latitude, self.stds, self.climatology)
         self.baselines: dict[str, dict[str, float]] = {}  # the same in every pass: scored in the first
@@ -247,18 +304,29 @@ class ForecastValidator(Validator):
         """RMSE of the headline channels beside persistence and climatology."""
         return skill_table(summary)
 
-    def score(self, parallel: ParallelModel, beat: Callable[[], None]) -> dict[str, Any]:
+    def score(
+        self,
+        parallel: ParallelModel,
+        beat: Callable[[], None],
+    ) -> dict[str, Any]:
         """{"val_loss", "rmse", "acc", "persistence_rmse", "climatology_rmse"}, all but the first by channel."""
-        metrics, persistence, climatology = self.new_metrics(), self.new_metrics(), self.new_metrics()
-        losses, example = [], None
+        metrics = self.new_metrics()
+        persistence = self.new_metrics()
+        climatology = self.new_metrics()
+        losses = []
+        example = None
+        n_out = self.loader.n_out
+        network = partial(parallel.predict, out_channels=n_out)
         for x, y, count in self.loader.valid():
             beat()
-            n_out, state = self.loader.n_out, parallel.whole_images(x[:, : self.loader.n_in])[:count]
-            network = partial(parallel.predict, out_channels=n_out)
-            steps = zip(self.rollout.steps(network, x, y.shape[1] // n_out), y.split(n_out, 1), strict=True)
-            pairs = [[parallel.whole_images(part)[:count] for part in parts] for parts in steps]
-            losses.append(torch.stack([self.sample_losses(*pair) for pair in pairs]).mean(0))
-            prediction, target = pairs[0]
+            # Persistence forecasts the state of now.
+            state = parallel.whole_images(x[:, : self.loader.n_in])[:count]
+            forecasts = self._whole_steps(parallel, network, x, y, count)
+
+            # The loss of a sample is the mean over the steps of its forecast. Other scores are of the first step.
+            step_losses = [self.sample_losses(prediction, target) for prediction, target in forecasts]
+            losses.append(torch.stack(step_losses).mean(0))
+            prediction, target = forecasts[0]
             metrics.update(prediction, target)
             if not self.baselines:
                 climatology.update(self.climatology.expand_as(target), target)
@@ -266,22 +334,56 @@ class ForecastValidator(Validator):
                     persistence.update(state[:, :n_out], target)
             if example is None and count:
                 example = target[:1].clone(), prediction[:1]
+
         if not self.baselines:
             scored = {"persistence_rmse": persistence, "climatology_rmse": climatology}
-            self.baselines = {name: self._by_channel(m.compute()[0]) for name, m in scored.items() if m.squared_errors}
+            for name, baseline in scored.items():
+                if baseline.squared_errors:
+                    rmse, _ = baseline.compute()
+                    self.baselines[name] = self._by_channel(rmse)
         if example is not None:  # more ranks than samples: some have none
             self._draw(*example)
-        rmse, acc = (self._by_channel(values) for values in metrics.compute())
+        rmse, acc = metrics.compute()
         val_loss = comm.global_mean(torch.cat(losses)).item()
-        return {"val_loss": val_loss, "rmse": rmse, "acc": acc, **self.baselines}
+        return {
+            "val_loss": val_loss,
+            "rmse": self._by_channel(rmse),
+            "acc": self._by_channel(acc),
+            **self.baselines,
+        }
+
+    def _whole_steps(
+        self,
+        parallel: ParallelModel,
+        network: Network,
+        x: Tensor,
+        y: Tensor,
+        count: int,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """(prediction, target) of each step of a forecast: whole images of the first `count` samples."""
+        n_out = self.loader.n_out
+        targets = y.split(n_out, 1)
+        predictions = self.rollout.steps(network, x, len(targets))
+        pairs = []
+        for prediction, target in zip(predictions, targets, strict=True):
+            whole_prediction = parallel.whole_images(prediction)[:count]
+            whole_target = parallel.whole_images(target)[:count]
+            pairs.append((whole_prediction, whole_target))
+        return pairs
 
     def _by_channel(self, values: Tensor) -> dict[str, float]:
         return dict(zip(self.names, values.tolist(), strict=True))
 
     def _draw(self, target: Tensor, prediction: Tensor) -> None:
+        """Make pictures of one sample, (1, n_out, H, W)."""
         from training.pictures import lead_time_figure  # slow to import, and rank 0 alone draws
 
-        for c, name in enumerate(self.names):
+        def in_units(image: Tensor, channel: int) -> np.ndarray:
+            normalised = image[:, channel].cpu()  # (1, H, W)
+            return (normalised * self.stds[channel] + self.means[channel]).numpy()
+
+        for channel, name in enumerate(self.names):
             if name in PICTURED:
-                truth, forecast = ((f[:, c].cpu() * self.stds[c] + self.means[c]).numpy() for f in (target, prediction))
-                self.figures[name] = lead_time_figure(truth, forecast, (), self.grid, name, self.units[c])
+                truth = in_units(target, channel)
+                forecast = in_units(prediction, channel)
+                self.figures[name] = lead_time_figure(truth, forecast, (), self.grid, name, self.units[channel])

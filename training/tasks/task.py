@@ -46,10 +46,17 @@ class Task(ABC):
     def __init__(self, config: Config):
         self.config = config
         self.notes: list[str] = []  # of the data, for the log of the run
-        for key in FORECAST_KEYS if not self.forecasts else ():
-            if getattr(config, key) != Config.model_fields[key].default:
-                raise UsageError(f"{config.config}: {key} belongs to task forecast, not to {config.task}")
+        if not self.forecasts:
+            self._refuse_forecast_keys()
         self.check()
+
+    def _refuse_forecast_keys(self) -> None:
+        """Raise UsageError for a key that has another value than its default, and means nothing to this task."""
+        config = self.config
+        for key in FORECAST_KEYS:
+            default = Config.model_fields[key].default
+            if getattr(config, key) != default:
+                raise UsageError(f"{config.config}: {key} belongs to task forecast, not to {config.task}")
 
     @cached_property
     def facts(self) -> ModelInfo:
@@ -64,7 +71,8 @@ class Task(ABC):
     def check_model(self) -> None:
         """Raise UsageError where the output of the config's model does not fit the task."""
         config = self.config
-        given, wanted = self.facts.output_shape, self.output_shape(1)
+        given = self.facts.output_shape
+        wanted = self.output_shape(1)
         if given != wanted:
             raise UsageError(
                 f"{config.config}: task {config.task} needs a model whose output is {list(wanted)} for one sample; "
@@ -88,8 +96,12 @@ class Task(ABC):
 
         Where one rank fails, sees other files, or finds what is no data, every rank raises a UsageError.
         """
+        # A rank that fails alone would leave the others waiting.
         loaders = comm.raise_on_all_ranks(lambda: self.build_loaders(device))
-        comm.check_alike({name: seen for loader in loaders for name, seen in loader.listing().items()})
+        listing: dict[str, Any] = {}
+        for loader in loaders:
+            listing |= loader.listing()
+        comm.check_alike(listing)
         comm.raise_on_all_ranks(lambda: self.check_data(loaders))
         return loaders
 
@@ -120,8 +132,11 @@ class Task(ABC):
     def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a whole global batch, random numbers on the CPU."""
         samples = self.config.global_batch_size
-        x = torch.randn(samples, self.config.model_in_channels, *self.config.img_size, generator=generator)
-        return x, torch.randn(self.output_shape(samples), generator=generator)
+        # Every rank draws the whole batch, and takes its part.
+        channels = self.config.model_in_channels
+        x = torch.randn(samples, channels, *self.config.img_size, generator=generator)
+        y = torch.randn(self.output_shape(samples), generator=generator)
+        return x, y
 
     def own_window(self) -> tuple[slice, ...]:
         """This rank's part of every image, one slice for each axis."""
@@ -129,6 +144,7 @@ class Task(ABC):
 
     def check_batch(self, samples: int) -> None:
         """Raise UsageError where the training data have fewer samples than one batch."""
+        # An epoch must hold at least one batch.
         batch = self.config.global_batch_size
         if batch > samples:
             raise UsageError(f"global_batch_size {batch} is larger than the training data: {samples} samples")
@@ -147,8 +163,13 @@ class Validator(ABC):
         self.figures: dict[str, Figure] = {}
 
     @torch.no_grad()
-    def run(self, parallel: ParallelModel, beat: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    def run(
+        self,
+        parallel: ParallelModel,
+        beat: Callable[[], None] = lambda: None,
+    ) -> dict[str, Any]:
         """Scores of one pass of a ParallelModel, `val_loss` among them. beat: called for each batch."""
+        # Running statistics may differ by rank, and validation needs the same on all.
         parallel.share_buffers()
         parallel.model.eval()
         try:
@@ -161,5 +182,9 @@ class Validator(ABC):
         return f"validation loss {summary['val_loss']:.4f}"
 
     @abstractmethod
-    def score(self, parallel: ParallelModel, beat: Callable[[], None]) -> dict[str, Any]:
+    def score(
+        self,
+        parallel: ParallelModel,
+        beat: Callable[[], None],
+    ) -> dict[str, Any]:
         """One pass of a model that is in evaluation mode."""

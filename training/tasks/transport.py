@@ -25,12 +25,14 @@ class TransportTask(WaveTask):
         """The output has the waves of the input."""
         config = self.config
         if config.n_in_channels != config.n_out_channels:
+            # The wind moves waves, and makes none.
             counts = f"n_in_channels {config.n_in_channels} and n_out_channels {config.n_out_channels}"
             raise UsageError(f"{config.config}: task transport: {counts} are the same waves: give the same number")
 
     def draw(self, random: torch.Generator) -> Tensor:
         """Waves in any direction."""
-        return torch.randint(-MOST_WAVES, MOST_WAVES + 1, (len(self.config.img_size),), generator=random)
+        axes = len(self.config.img_size)
+        return torch.randint(-MOST_WAVES, MOST_WAVES + 1, (axes,), generator=random)
 
     def target(self, axes: Sequence[Tensor], numbers: Tensor, phases: Tensor) -> Tensor:
         """The same waves later, as images: what is at a point now was upwind of it."""
@@ -43,6 +45,11 @@ class TransportTask(WaveTask):
 
     def scores(self, parallel: ParallelModel, x: Tensor, y: Tensor, count: int) -> Tensor:
         """Both errors of each sample."""
-        images = parallel.predict(x, y.shape[1]), x, y
-        prediction, x, y = (parallel.whole_images(image)[:count] for image in images)
-        return torch.stack([relative_l2(prediction, y), relative_l2(x, y)], 1)
+        # Every rank scores whole images. Those beyond `count` only fill the batch.
+        prediction = parallel.predict(x, y.shape[1])
+        prediction = parallel.whole_images(prediction)[:count]
+        x = parallel.whole_images(x)[:count]
+        y = parallel.whole_images(y)[:count]
+        error = relative_l2(prediction, y)
+        persistence_error = relative_l2(x, y)
+        return torch.stack([error, persistence_error], 1)

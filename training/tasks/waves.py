@@ -45,11 +45,17 @@ class WaveTask(Task):
     def build_loaders(self, device: torch.device) -> list[BatchLoader]:
         """Loaders of images that are made on the way; training and validation images differ, for any seed."""
         config = self.config
-        counts = config.limit_nsamples or SAMPLES[0], config.limit_nsamples_val or SAMPLES[1]
-        self.check_batch(counts[0])
-        batch, window = config.global_batch_size // comm.get_size("dp"), self.own_window()
+        train_count = config.limit_nsamples or SAMPLES[0]
+        valid_count = config.limit_nsamples_val or SAMPLES[1]
+        self.check_batch(train_count)
+        batch_size = config.global_batch_size // comm.get_size("dp")
+        window = self.own_window()
+        # Seeds of training are even and those of validation odd: their images differ, whatever the seed of the run.
+        train_seed = 2 * config.seed
+        valid_seed = train_seed + 1
         return [
-            WaveLoader(self, count, window, 2 * config.seed + part, batch, device) for part, count in enumerate(counts)
+            WaveLoader(self, train_count, window, train_seed, batch_size, device),
+            WaveLoader(self, valid_count, window, valid_seed, batch_size, device),
         ]
 
     def build_validator(self, loader: BatchLoader) -> Validator:
@@ -63,9 +69,14 @@ def waves(axes: Sequence[Tensor], numbers: Tensor, phases: Tensor) -> Tensor:
     axes: the points along each axis, in lengths of the box. numbers: of waves along each axis, (B, axes). phases: in
     turns, (B, C).
     """
-    ones, left = [1] * len(axes), range(len(axes))[::-1]  # axes after each
-    along = [n.view(-1, *ones, 1) * x.view(-1, *ones[:i]) for i, n, x in zip(left, numbers.T, axes, strict=True)]
-    return torch.cos(2 * math.pi * (sum(along) + phases.view(*phases.shape, *ones)))
+    ones = [1] * len(axes)
+    turns = []  # n_i x_i for each axis, shaped so that their sum is of the whole box
+    for axis, (number, points) in enumerate(zip(numbers.T, axes, strict=True)):
+        ones_after = ones[axis + 1 :]
+        along_axis = points.view(-1, *ones_after)
+        turns.append(number.view(-1, *ones, 1) * along_axis)
+    phase = phases.view(*phases.shape, *ones)  # (B, C, 1, 1, ..)
+    return torch.cos(2 * math.pi * (sum(turns) + phase))
 
 
 class WaveLoader(BatchLoader):
@@ -75,13 +86,24 @@ class WaveLoader(BatchLoader):
     """
 
     def __init__(
-        self, task: WaveTask, count: int, window: Sequence[slice], seed: int, batch_size: int, device: torch.device
+        self,
+        task: WaveTask,
+        count: int,
+        window: Sequence[slice],
+        seed: int,
+        batch_size: int,
+        device: torch.device,
     ):
-        self.task, self.count, self.seed = task, count, seed
-        self.batch_size, self.device = batch_size, device
+        self.task = task
+        self.count = count
+        self.seed = seed
+        self.batch_size = batch_size
+        self.device = device
         self.micro_batches = task.config.gradient_accumulation
-        sides = zip(task.config.img_size, window, strict=True)
-        self.axes = [(torch.arange(n)[part] / n).to(device) for n, part in sides]
+        self.axes = []  # this rank's points along each axis, in lengths of the box
+        for length, part in zip(task.config.img_size, window, strict=True):
+            points = torch.arange(length)[part] / length
+            self.axes.append(points.to(device))
 
     @property
     def num_samples(self) -> int:
@@ -90,13 +112,18 @@ class WaveLoader(BatchLoader):
 
     def batch(self, samples: Iterable[int]) -> Batch:
         """The samples of these numbers: drawn on the host, and made on the device."""
-        numbers, phases = [], []
+        drawn_numbers = []
+        drawn_phases = []
         for sample in samples:
+            # A sample follows from its number alone, whichever rank makes it.
             random = torch.Generator().manual_seed(self.seed * 1_000_003 + int(sample))
-            numbers.append(self.task.draw(random))
-            phases.append(torch.rand(self.task.config.n_in_channels, generator=random))
-        drawn = [to_device(torch.stack(values), self.device) for values in (numbers, phases)]
-        return waves(self.axes, *drawn), self.task.target(self.axes, *drawn)
+            drawn_numbers.append(self.task.draw(random))
+            drawn_phases.append(torch.rand(self.task.config.n_in_channels, generator=random))
+        numbers = to_device(torch.stack(drawn_numbers), self.device)  # (B, axes)
+        phases = to_device(torch.stack(drawn_phases), self.device)  # (B, C)
+        x = waves(self.axes, numbers, phases)
+        y = self.task.target(self.axes, numbers, phases)
+        return x, y
 
     def listing(self) -> dict[str, str]:
         """There are no files."""
@@ -123,10 +150,16 @@ class MeanValidator(Validator):
         """The main scores."""
         return self.task.shown.format(**summary)
 
-    def score(self, parallel: ParallelModel, beat: Callable[[], None]) -> dict[str, Any]:
+    def score(
+        self,
+        parallel: ParallelModel,
+        beat: Callable[[], None],
+    ) -> dict[str, Any]:
         """{name: mean}."""
         scores = []
+        # The last batch may hold samples that only fill it up.
         for batch in self.loader.valid():
             beat()
             scores.append(self.task.scores(parallel, *batch))
-        return dict(zip(self.task.scored, comm.global_mean(torch.cat(scores)).tolist(), strict=True))
+        means = comm.global_mean(torch.cat(scores))  # (len(scored),)
+        return dict(zip(self.task.scored, means.tolist(), strict=True))
