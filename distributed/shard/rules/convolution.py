@@ -40,7 +40,9 @@ def convolve(
     count = weight.ndim - 2
     x = to_compute_dtype(x)
     first_spatial = x.ndim - count
-    along = windows.windows_of(range(first_spatial, x.ndim), weight.shape[2:], stride, padding, dilation)
+    spatial_dims = range(first_spatial, x.ndim)
+    kernel = weight.shape[2:]
+    along = windows.windows_of(spatial_dims, kernel, stride, padding, dilation)
     shape = windows.output_shape(func, x, splits, along)
     shape[first_spatial - 1] = weight.shape[0]  # (B, D, ...) of the whole output
 
@@ -52,15 +54,17 @@ def convolve(
         if window.before == window.after:
             own_padding[dim - first_spatial] = window.before
         else:
-            dims_behind = x.ndim - 1 - dim
-            x = F.pad(x, [0, 0] * dims_behind + [window.before, window.after])
+            # F.pad takes a pair (before, after) for each dimension, the last dimension first.
+            later_dims = [0, 0] * (x.ndim - 1 - dim)
+            x = F.pad(x, [*later_dims, window.before, window.after])
 
     def compute(part: Tensor) -> Tensor:
         return func(part, weight, bias, stride, own_padding, dilation, groups)
 
     # Fetch the rows of all split dimensions but the last at once, and only begin to fetch those of the last.
     *others, last = sorted(splits)
-    x, new, _ = windows.extended(x, {dim: splits[dim] for dim in others}, along, shape, 0)
+    other_splits = {dim: splits[dim] for dim in others}
+    x, new, _ = windows.extended(x, other_splits, along, shape, 0)
     window = along[last]
     sizes, group = splits[last]
     new[last] = window.output_sizes(sizes, shape[last])
@@ -74,8 +78,10 @@ def convolve(
     worthwhile = every_rank_has_outputs and mostly_inside(window, sizes, new[last])
     if worthwhile and pending.traffic and may_overlap(x):
         own_rows = bounds(sizes)[group.rank]
-        return overlapped(compute, pending, window, last, own_rows, outputs), new
-    return compute(pending.rows()), new
+        y = overlapped(compute, pending, window, last, own_rows, outputs)
+        return y, new
+    y = compute(pending.rows())  # (B, D, ...) of this rank
+    return y, new
 
 
 def may_overlap(x: Tensor) -> bool:
@@ -110,25 +116,38 @@ def overlapped(
     outputs: Interval,
 ) -> Tensor:
     """Compute the outputs of a rank that holds `rows`, those that need no others first."""
-    inner = inside(window, rows, outputs)
-    first, last = window.interval(*inner)
-    middle = compute(pending.own.narrow(dim, first - rows[0], last - first))
+    first_output, last_output = outputs
+    first_inner, last_inner = inside(window, rows, outputs)
+    own_first, _ = rows
+
+    # The first call of pending.rows waits for the other ranks, so the middle is computed before.
+    first, last = window.interval(first_inner, last_inner)
+    own_rows = pending.own.narrow(dim, first - own_first, last - first)
+    middle = compute(own_rows)
     parts = [middle]
-    if outputs[0] < inner[0]:
-        front = pending.rows(*window.interval(outputs[0], inner[0]))
-        parts.insert(0, compute(front))
-    if inner[1] < outputs[1]:
-        back = pending.rows(*window.interval(inner[1], outputs[1]))
-        parts.append(compute(back))
+    if first_output < first_inner:
+        first, last = window.interval(first_output, first_inner)
+        front = compute(pending.rows(first, last))
+        parts.insert(0, front)
+    if last_inner < last_output:
+        first, last = window.interval(last_inner, last_output)
+        back = compute(pending.rows(first, last))
+        parts.append(back)
     return torch.cat(parts, dim)
 
 
 def inside(window: Window, rows: Interval, outputs: Interval) -> Interval:
     """The outputs among [first, last) that need only the given rows."""
-    first = -((-rows[0] - window.before) // window.stride)
-    last = (rows[1] - 1 - window.reach + window.before) // window.stride + 1
-    first = min(max(first, outputs[0]), outputs[1])
-    last = min(last, outputs[1])
+    first_row, end_row = rows
+    first_output, end_output = outputs
+
+    # Output j reads from row j * stride - before on, as far as `reach` rows behind that.
+    first = -((-first_row - window.before) // window.stride)
+    last_start = end_row - 1 - window.reach
+    last = (last_start + window.before) // window.stride + 1
+    first = max(first, first_output)
+    first = min(first, end_output)
+    last = min(last, end_output)
     return first, max(first, last)
 
 
@@ -158,21 +177,27 @@ def convolve_transposed(
     shape = [*x.shape[: first_spatial - 1], weight.shape[1] * groups]  # (B, D), then this rank's rows
     for i, (kernel, d) in enumerate(zip(weight.shape[2:], dilations, strict=True)):
         dim = first_spatial + i
-        s, p, extra = strides[i], crops[i], extras[i]
+        s = strides[i]
+        p = crops[i]
+        extra = extras[i]
         reach = d * (kernel - 1)
-        length = (whole_length(x, dim, splits) - 1) * s - 2 * p + reach + extra + 1
+        start_of_last = (whole_length(x, dim, splits) - 1) * s  # of the outputs of the last row
+        length = start_of_last - 2 * p + reach + extra + 1
         if extra >= max(s, d) or length < 1:
             raise ValueError(f"{func.__name__}: {length} rows, output_padding {extra}, stride {s}")
         if dim in splits:
             # Row j contributes to the outputs j * s - p + dilation * t; its rank holds those around their middle.
             middle = reach // 2 - (s - 1) // 2 - p
-            new[dim] = windows.cut(splits[dim][0], length, partial(middle_output, stride=s, middle=middle))
+            sizes, _ = splits[dim]
+            place = partial(middle_output, stride=s, middle=middle)
+            new[dim] = windows.cut(sizes, length, place)
             rows = partial(spread_over, stride=s, reach=reach, crop=p)
             pending, (first, last), (row, end) = request(x, dim, splits[dim], new[dim], rows)
             x = pending.rows()
             # The plain operation on these rows also makes outputs of other ranks: in front, and behind.
             in_front = first + p - row * s
-            behind = (end - 1) * s + reach + 1 - last - p
+            end_of_outputs = (end - 1) * s + reach + 1
+            behind = end_of_outputs - last - p
             crops[i] = max(0, min(in_front, behind))
             extras[i] = max(0, -behind)
             surplus[dim] = in_front - crops[i]
@@ -202,7 +227,8 @@ def spread_over(
     crop: int,
 ) -> Interval:
     """The input rows [a, b) that a transposed convolution needs for the outputs [first, last)."""
-    first, last = first + crop, last + crop
+    first += crop
+    last += crop
     first_that_reaches = -((reach - first) // stride)
     first_row = max(0, min(first_that_reaches, first // stride))
     return first_row, (last - 1) // stride + 1

@@ -27,6 +27,7 @@ def stack(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTenso
     return cat(func, rows, dim)
 
 
+@rule(*named("cat", "concat", "concatenate"))
 def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
     """Concatenate in global order. Along a split dimension rows move to the ranks that hold them in the result."""
     # Empty tensors of one dimension have no say: torch skips them too.

@@ -26,8 +26,11 @@ def change_row(
     spec = gradient_spec(row.spec)
 
     def fit(operand: Any) -> Any:
+        if not isinstance(operand, Tensor):
+            return operand
         # Only the rank that holds the row uses its copy of an operand.
-        return local_operand(sum_partial(operand), spec, row.spec) if isinstance(operand, Tensor) else operand
+        operand = sum_partial(operand)
+        return local_operand(operand, spec, row.spec)
 
     own_args = [fit(operand) for operand in args]
     own_kwargs = {name: fit(operand) for name, operand in kwargs.items()}
@@ -46,5 +49,6 @@ def take_part(x: Tensor, operands: Sequence[Any]) -> None:
     flat = x.reshape(1) if x.dim() == 0 else x
     for operand in operands:
         if isinstance(operand, Tensor) and operand.requires_grad:
-            nothing = operand.reshape(-1)[:0].sum()  # 0, also where the operand is not finite
+            # The sum over no elements is 0, also where the operand is not finite.
+            nothing = operand.reshape(-1)[:0].sum()
             flat[:0].add_(nothing)

@@ -257,7 +257,7 @@ def read(
     pending, (first, last), (start, _) = request(x, dim, split, new, rows_of)
     own = windows[first:last]
     lengths = [b - a for a, b in own]
-    longest = max(1, *lengths) if lengths else 1
+    longest = max([1, *lengths])
     places = []
     for a, b in own:
         for t in range(longest):
@@ -274,9 +274,9 @@ def read(
     # The weighted sum of each window; a shorter window has weights of 0 at its end.
     rows = rows.unflatten(dim, (len(own), longest))  # (..., windows, longest, ...)
     factors: list[float] = []
-    for row in weights[first:last]:
-        missing = longest - len(row)
-        factors += [*row, *[0.0] * missing]
+    for of_window in weights[first:last]:
+        zeros = [0.0] * (longest - len(of_window))
+        factors += [*of_window, *zeros]
     ones_behind = [1] * (x.ndim - 1 - dim)
     factor = tensor_on(x.device, factors, rows.dtype)
     factor = factor.view(-1, longest, *ones_behind)  # (windows, longest, 1, ...)
