@@ -25,7 +25,13 @@ END = "the end of the model"
 class LayerWatch:
     """Compares, over the ranks of a group, the calls of a model's units. Made after fully_shard."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, device: torch.device, strategy: str):
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        strategy: str,
+    ):
         from torch.distributed.fsdp import FSDPModule  # slow to import
 
         self.group = group

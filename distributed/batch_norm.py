@@ -49,7 +49,13 @@ class _OverGroup(TorchFunctionMode):
         super().__init__()
         self.group = group
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func is F.batch_norm:
             return batch_norm(self.group, *args, **kwargs)
@@ -128,7 +134,11 @@ class _NormalAround(Normal):
         return y.to(autocast_dtype(x))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any,
+        grad: Tensor,
+        *_: Tensor,
+    ) -> tuple[Tensor | None, ...]:
         """Gradients as those of Normal: it has one argument less."""
         gradients = Normal.backward(ctx, grad)
         return (*gradients, None)

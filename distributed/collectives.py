@@ -54,7 +54,11 @@ def as_group(group: AnyGroup) -> Group:
     return Group(group.group_name, rank, group.size())
 
 
-def tensor_on(device: torch.device, values: Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
+def tensor_on(
+    device: torch.device,
+    values: Sequence[float],
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """A small tensor of host values on a device; unlike torch.tensor(values, device=device) the host does not wait."""
     on_host = torch.tensor(values, dtype=dtype)
     return on_host.to(device, non_blocking=True)
@@ -102,7 +106,12 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sizes, group: Group) -> Tensor:
     return _apply(_reduce_scatter, _all_gather, x, group, dim, sizes)
 
 
-def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+def all_to_all(
+    x: Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    group: Group,
+) -> Tensor:
     """Send sent[i] rows to rank i, receive received[i] rows from it: (sum(sent), ...) -> (sum(received), ...)."""
     return _apply(_all_to_all, _all_to_all_back, x, group, sent, received)
 
@@ -139,7 +148,13 @@ class _Pair(torch.autograd.Function):
     """A collective forward, and its transpose backward. Both are called with the same further arguments."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Callable, backward: Callable, *args: Any) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        forward: Callable,
+        backward: Callable,
+        *args: Any,
+    ) -> Tensor:
         ctx.transpose = backward
         ctx.args = args
         return forward(x, *args)
@@ -238,7 +253,11 @@ def _all_to_all_back(grad, group, sent, received):
     return _all_to_all(grad, group, received, sent)
 
 
-def start_shift(x: Tensor, shape: Sequence[int], group: Group) -> Callable[[], Tensor]:
+def start_shift(
+    x: Tensor,
+    shape: Sequence[int],
+    group: Group,
+) -> Callable[[], Tensor]:
     """Send x to the next rank of the ring. Call the result to get the previous rank's tensor, of `shape`.
 
     Computation between these two calls overlaps with the exchange. Not differentiable: for use in autograd functions.
@@ -254,7 +273,12 @@ def start_shift(x: Tensor, shape: Sequence[int], group: Group) -> Callable[[], T
     return lambda: wait(pending).view(shape)
 
 
-def start_all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+def start_all_to_all(
+    x: Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    group: Group,
+) -> Tensor:
     """As all_to_all, which it only begins: what it returns is there after `wait`. Not differentiable."""
     if x.is_complex():
         pairs = torch.view_as_real(x.resolve_conj())  # (..., 2)

@@ -193,14 +193,7 @@ def data_parallel(
         synchronize_batch_norm(model, comm.get_group("grad_reduce"))
     whole: set[str] = set()
     for module in modules:
-        whole |= fully_shard_model(module, options, device, split.specs, usage)
-        with keep_ties(module):
-            allocate(module, device, options.cpu_offload)
-        # Ranks with other samples may draw other layers.
-        group = comm.get_group("grad_reduce")
-        shares_parameters = options.data_parallel in SHARDED and comm.get_size("dp") > 1
-        if group and shares_parameters:
-            LayerWatch(module, group, device, options.data_parallel)
+        whole |= _share_out_and_allocate(module, options, device, split, usage)
     if whole and options.amp_mode == "fp16":  # torch's gradient scaler takes no mixture of DTensors and plain tensors
         raise LayoutError(
             f"{options.data_parallel} with amp_mode fp16 cannot share out '{min(whole)}': use bf16, or ddp"
@@ -235,6 +228,25 @@ def data_parallel(
 
         pipeline = Pipeline(modules, comm.get_group("pp"), split.schedule, options.gradient_accumulation, device)
     return ParallelModel(model, modules[0], split, replicated, pipeline, whole, notes)
+
+
+def _share_out_and_allocate(
+    module: nn.Module,
+    options: DataParallelOptions,
+    device: torch.device,
+    split: Split,
+    usage: Usage,
+) -> set[str]:
+    """Give a module memory for what this rank keeps of it. Returns the names of parameters that stay whole."""
+    whole = fully_shard_model(module, options, device, split.specs, usage)
+    with keep_ties(module):
+        allocate(module, device, options.cpu_offload)
+    # Ranks with other samples may draw other layers.
+    group = comm.get_group("grad_reduce")
+    shares_parameters = options.data_parallel in SHARDED and comm.get_size("dp") > 1
+    if group and shares_parameters:
+        LayerWatch(module, group, device, options.data_parallel)
+    return whole
 
 
 def check_types(model: nn.Module, options: DataParallelOptions) -> None:

@@ -70,7 +70,12 @@ class ParallelModel:
         self.whole = whole
         self.notes = notes
 
-    def micro_batches(self, x: Tensor, y: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def micro_batches(
+        self,
+        x: Tensor,
+        y: Tensor,
+        count: int,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Equal parts of a batch, one after the other; only the backward pass of the last one reduces gradients.
 
         x, y: input and target, (B, ...), B a multiple of count. Yields (x, y) of B / count samples each.

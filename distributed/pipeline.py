@@ -157,7 +157,11 @@ class Pipeline:
         return self.loss(prediction, target)
 
     def step(
-        self, x: Tensor, y: Tensor, loss: Callable[[Tensor, Tensor], Tensor], scale: Callable[[Tensor], Tensor]
+        self,
+        x: Tensor,
+        y: Tensor,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        scale: Callable[[Tensor], Tensor],
     ) -> list[Tensor]:
         """Run forward and backward of all micro-batches. The first stage uses x, (B, ...); the last one uses y.
 

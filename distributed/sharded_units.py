@@ -29,7 +29,13 @@ class Units:
     whole: set[str] = field(default_factory=set)
 
 
-def share_out(model: nn.Module, usage: Usage, policy: str, min_params: int, apart: Collection[str]) -> Units:
+def share_out(
+    model: nn.Module,
+    usage: Usage,
+    policy: str,
+    min_params: int,
+    apart: Collection[str],
+) -> Units:
     """Share the parameters of a model out to units.
 
     policy: block: each of the model's `blocks`, or each of its direct children where it has none; of a module that

@@ -34,7 +34,11 @@ from utils.errors import LayoutError
 from utils.sharded import is_dtensor
 
 
-def tensor_parallel(model: nn.Module, group: AnyGroup, sequence_parallel: bool = False) -> dict[str, int]:
+def tensor_parallel(
+    model: nn.Module,
+    group: AnyGroup,
+    sequence_parallel: bool = False,
+) -> dict[str, int]:
     """Split a transformer, in place, over `group`: a ProcessGroup or a DeviceMesh of one dimension.
 
     model: a SplittableTransformer (distributed/protocol.py).

@@ -37,7 +37,11 @@ def tie(model: nn.Module, ties: Iterable[Sequence[str]]) -> None:
             held[attribute] = shared
 
 
-def tie_pieces(model: nn.Module, ties: Iterable[Sequence[str]], kind: str) -> None:
+def tie_pieces(
+    model: nn.Module,
+    ties: Iterable[Sequence[str]],
+    kind: str,
+) -> None:
     """As `tie`, after each module has been split by itself. kind: of parallelism, for the message.
 
     Raises LayoutError where modules that share a weight need different pieces of it.

@@ -222,7 +222,15 @@ class _Watch:
                 if name is not None:
                     self.usage.written.add(name)
 
-    def attends(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *_: Any, **__: Any) -> None:
+    def attends(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        *_: Any,
+        **__: Any,
+    ) -> None:
         """scaled_dot_product_attention is called with these arguments."""
         call = AttentionCall(head=query.shape[-1], keys=key.shape[-2], masked=attn_mask is not None)
         self.usage.attention.add(call)

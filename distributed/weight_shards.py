@@ -26,7 +26,11 @@ Tensors = dict[str, Any]  # {"model" or "ema": {name: weight}, "optimizer": {nam
 
 
 @torch.no_grad()
-def fill_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]], split: Split) -> None:
+def fill_weights(
+    model: nn.Module,
+    weights: Iterable[tuple[str, Tensor]],
+    split: Split,
+) -> None:
     """Fill this rank's parameters and buffers, whole or in part, with their initial values.
 
     weights: yields (name, full tensor) of the whole model, one at a time, the same on every rank. split: the result of

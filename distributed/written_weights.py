@@ -39,7 +39,12 @@ class WriteWatch:
     names: {unit: names in the model of the weights that it gathers}.
     """
 
-    def __init__(self, model: nn.Module, names: Mapping[nn.Module, Collection[str]], strategy: str):
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Mapping[nn.Module, Collection[str]],
+        strategy: str,
+    ):
         self.model = model
         self.names = names
         self.strategy = strategy

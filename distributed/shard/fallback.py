@@ -44,6 +44,7 @@ def set_fallback(fallback: str) -> None:
     """Choose what happens to an operation that no rule computes: "error", or "gather" (see above); count from 0."""
     if fallback not in FALLBACKS:
         raise ValueError(f"fallback: no '{fallback}', there are {', '.join(FALLBACKS)}")
+    # The counts belong to the choice: lines of a report speak of one choice alone.
     calls.clear()
     gathered.clear()
     made_whole.clear()
@@ -72,6 +73,7 @@ def where_whole(
 ) -> Any:
     """As `on_whole_tensors`, of ShardTensors that every rank has whole; raises `refusal` for any others."""
     leaves, _ = tree_flatten((tuple(args), kwargs))
+    # Nothing is gathered here: what every rank has whole costs nothing to compute.
     if any(_needs_gather(x) for x in leaves):
         raise refusal
     return on_whole_tensors(func, args, kwargs, refusal)
@@ -101,15 +103,8 @@ def on_whole_tensors(
     if not given or any(map(_is_sparse_with_grad, leaves)) or is_of_memory:
         raise refusal
 
-    # Every ShardTensor is gathered, into memory of its own, which func may change.
     mesh = given[0].spec.mesh
-    everywhere = Spec(mesh, ())
-    wholes: list[Any] = []
-    for x in leaves:
-        if isinstance(x, ShardTensor):
-            wholes.append(local(replicate(x)).clone())
-        else:
-            wholes.append(scale_grad_by_replicas(x, everywhere))
+    wholes = _gather_all(leaves, mesh)
     name = name_of(func)
     if not torch.compiler.is_compiling():
         _count(name, leaves, wholes)
@@ -131,8 +126,10 @@ def on_whole_tensors(
         """A result as this rank's part of it; what is one of the arguments is that argument again."""
         if not isinstance(y, Tensor):
             return y
+        # Only a strided result can be cut into parts.
         if y.layout != torch.strided:
             raise refusal
+        # An in-place function returns its argument.
         if id(y) in owners:
             if y.shape != owners[id(y)].shape:
                 raise refusal
@@ -145,6 +142,19 @@ def on_whole_tensors(
         return own
 
     return tree_map(part, out)
+
+
+def _gather_all(leaves, mesh):
+    """The arguments with every ShardTensor gathered into memory of its own, which a function may change."""
+    everywhere = Spec(mesh, ())
+    wholes: list[Any] = []
+    for x in leaves:
+        if isinstance(x, ShardTensor):
+            wholes.append(local(replicate(x)).clone())
+        else:
+            # Every rank computes the whole gradient of a plain tensor.
+            wholes.append(scale_grad_by_replicas(x, everywhere))
+    return wholes
 
 
 def _is_sparse_with_grad(x):
@@ -184,6 +194,7 @@ def _as_copy(y, mesh):
 
 def _split(y: Tensor, specs: Sequence[Spec], mesh: Mesh) -> ShardTensor:
     """This rank's part of a result that every rank has whole, in memory of its own."""
+    # The first argument with a dimension that fits decides on the split.
     copy = _as_copy(y, mesh)
     whole_dims = list(copy.spec.dims)
     for spec in specs:
@@ -194,7 +205,7 @@ def _split(y: Tensor, specs: Sequence[Spec], mesh: Mesh) -> ShardTensor:
                 dims[at] = spec.dims[d]
         if dims != whole_dims:
             part = to_spec(copy, Spec(mesh, tuple(dims)))
-            return wrap(local(part).clone(), part.spec)
+            return wrap(local(part).clone(), part.spec)  # a view would keep the whole
     return copy
 
 

@@ -33,6 +33,7 @@ def ask(
     sees_parts: bool = True,
 ) -> None:
     """Let owner.name look for ShardTensors first, and refuse them (or go by a rule). shown: its name in messages."""
+    # The original stays reachable by this closure alone.
     function = getattr(owner, name)
 
     @functools.wraps(function)
@@ -63,7 +64,7 @@ torch.jit._builtins._register_builtin(torch.tensor, "aten::tensor")  # for funct
 
 def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """As Function.apply, with gradients of ShardTensors that are ShardTensors."""
-    call = super(_SingleLevelFunction, cls).apply
+    call = super(_SingleLevelFunction, cls).apply  # torch's own, without the question below
     if not (rules_apply() and torch.is_grad_enabled() and any(isinstance(a, ShardTensor) for a in args)):
         return call(*args, **kwargs)
     entered = [_enter(a) for a in args]
@@ -79,6 +80,7 @@ def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         user_backward = cls.backward if cls.vjp is Function.vjp else cls.vjp
         backward = functools.partial(_backward, user_backward, seen, into)
         node.register_prehook(lambda grads: _seen(grads, seen))
+        # The node calls this in place of the user's class.
         node._forward_cls = SimpleNamespace(vjp=Function.vjp, backward=backward)
     return out
 
@@ -99,8 +101,10 @@ def _seen(grads, specs):
 
 def _backward(user, seen, into, ctx, *grads):
     """The backward of a custom function; its results are brought to the specs of the inputs."""
+    # The user's code computes with ShardTensors, although autograd runs on local parts.
     with AsShardTensors():
         gradients = user(ctx, *_seen(grads, seen))
+    # A function of one input may return its gradient alone.
     if not isinstance(gradients, tuple):
         gradients = (gradients,)
     return tuple(map(as_gradient, gradients, into))

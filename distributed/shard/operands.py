@@ -37,6 +37,7 @@ def gradient_spec(spec: Spec) -> Spec:
 
 def check_writable(x: ShardTensor) -> ShardTensor:
     """The tensor that an in-place operation has changed. Raises no_rule where another should have changed with it."""
+    # torch's result would be a view, whose base would change too.
     if x.copied_from:
         why = f"in place on what {x.copied_from} copied from whole tensors"
         raise no_rule(torch.Tensor.copy_, (x,), {}, why)
@@ -60,6 +61,7 @@ def scale_grad_by_replicas(x: MaybeTensor, spec: Spec) -> MaybeTensor:
     If several ranks hold the same result, each of them computes the whole gradient of the weight, not a part. The
     gradient is then divided by the number of copies, so that the sum over the ranks stays right.
     """
+    # Only plain tensors have copies of which each rank computes a gradient.
     if not isinstance(x, torch.Tensor) or isinstance(x, ShardTensor):
         return x
     if spec.copies > 1 and x.requires_grad:
@@ -78,7 +80,7 @@ def as_replicated(x: Tensor, spec: Spec) -> ShardTensor:
 def common_spec(tensors: Sequence[Tensor]) -> Spec:
     """The spec of the result of broadcasting: each dimension takes the first split that an operand has there."""
     specs = [x.spec for x in tensors if isinstance(x, ShardTensor)]
-    shape = torch.broadcast_shapes(*map(global_shape, tensors))
+    shape = torch.broadcast_shapes(*map(global_shape, tensors))  # of the result
     # Dimensions are counted from the end, as broadcasting does: the labels are -1, -2, ...
     count = len(shape)
     sizes = dict(zip(range(-count, 0), shape, strict=True))
@@ -117,6 +119,7 @@ def joint_axes(
 
 def split_alike(spec: Spec, other: Spec) -> bool:
     """Tell whether tensors of one shape have the same elements on every rank; axes of unsplit dimensions may differ."""
+    # A sum has other elements on each rank than what it is the sum of.
     if spec.partial != other.partial:
         return False
     for d, (axes, other_axes) in enumerate(zip(spec.dims, other.dims, strict=True)):
@@ -168,6 +171,7 @@ def sum_grad_over_replicas(x: ShardTensor, spec: Spec) -> Tensor:
     for m, (own, other) in enumerate(zip(x.spec.placements, spec.placements, strict=True)):
         if own.is_replicate() and not other.is_replicate():
             used_apart.append(m)
+    # Backward sums the gradients over the ranks of each group.
     for group in spec.mesh.groups_of(used_apart):
         part = copy_to_region(part, group)
     return part
@@ -229,6 +233,7 @@ def scatter_tensor(
         sent = (0,) * group.size
     received = [0] * group.size
     received[src] = spec.local_shape.numel()
+    # Parts travel flat, because they differ in shape.
     own = all_to_all(flat, sent, tuple(received), group)  # (elements of this rank,)
     part = own.view(spec.local_shape)
     return wrap(scale_grad_by_replicas(part, spec), spec)

@@ -101,6 +101,7 @@ def _change(local, spec, m, target, sizes):
     summed = spec.with_dims(spec.dims, left)
     if target.is_replicate():
         return reduce_from_region(local, group), summed
+    # The parts of a sum are added up and cut in one collective; copies are only cut.
     new, sizes = _cut(summed, target.dim, m, sizes)
     split = reduce_scatter if source.is_partial() else scatter_to_region
     part = split(local, target.dim, sizes, group)
@@ -195,6 +196,7 @@ def _exchange(local, spec, m, dim, sizes):
     shapes = [(*shape[:old], n, *shape[old + 1 :]) for n in before.sizes]  # of the blocks that arrive
     received = tuple([math.prod(of_block) for of_block in shapes])
     flat = all_to_all(outgoing, sent, received, group)
+    # The blocks arrive flat, in the order of the ranks.
     arrived = []
     for block, of_block in zip(flat.split(received), shapes, strict=True):
         arrived.append(block.view(of_block))
@@ -219,6 +221,7 @@ def chunks(shape: Sequence[int], placements: Sequence["Placement"], mesh: Device
     """{mesh dimension: sizes of the pieces} of a DTensor."""
     from torch.distributed.tensor import Shard  # slow to import
 
+    # torch cuts as torch.chunk does, which may leave the last ranks without elements.
     pieces = {}
     for m, placement in enumerate(placements):
         if isinstance(placement, Shard):
@@ -228,7 +231,7 @@ def chunks(shape: Sequence[int], placements: Sequence["Placement"], mesh: Device
 
 def chunk_sizes_of(size: int, parts: int) -> Sizes:
     """The sizes of the pieces that torch.chunk and DTensor make: (10, 4) -> (3, 3, 3, 1)."""
-    piece = -(-size // parts)
+    piece = -(-size // parts)  # rounded up
     sizes = []
     for i in range(parts):
         left = max(0, size - i * piece)

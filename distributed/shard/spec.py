@@ -222,6 +222,7 @@ class Spec:
 
     def resized(self, sizes: Mapping[int, int | Sizes]) -> "Spec":
         """The spec with other sizes of some dimensions: {dim: one size, or the sizes of all ranks}."""
+        # Only dimensions with one axis have new sizes of their ranks.
         dims = list(self.dims)
         for dim, size in sizes.items():
             if isinstance(size, int):
@@ -360,6 +361,7 @@ def cut_over(
 
     Raises ValueError if the sizes do not add up, or are not one for each rank.
     """
+    # Sizes may come from a user or a checkpoint.
     ranks = mesh.groups[m].size
     sizes = tuple(sizes or shard_sizes(size, ranks))
     if len(sizes) != ranks or sum(sizes) != size:

@@ -300,7 +300,12 @@ class NoRule(UsageError, NotImplementedError):
     """An operation that no rule computes."""
 
 
-def no_rule(func: Callable, args: Sequence[Any], kwargs: dict[str, Any], why: str = "") -> NoRule:
+def no_rule(
+    func: Callable,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    why: str = "",
+) -> NoRule:
     """The error for an operation that no rule computes."""
     specs = [str(a.spec) for a in flat(args, kwargs) if isinstance(a, ShardTensor)]
     operands = ", ".join(specs)

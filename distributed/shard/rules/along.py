@@ -55,6 +55,7 @@ def unshard_dims(x: ShardTensor, dims: Iterable[int]) -> ShardTensor:
 
     Costs one all-to-all for each mesh dimension that splits dims, or one all-gather if there is no other dimension.
     """
+    # Functions of a whole dimension are not linear.
     x = sum_partial(x)
     dims = tuple(dims)
     for m, placement in enumerate(x.spec.placements):
@@ -89,6 +90,7 @@ def split_again(x: ShardTensor) -> ShardTensor:
 
 def restore_sharding(y: ShardTensor, before: Spec) -> ShardTensor:
     """The tensor split as one of as many dimensions was, in the same sizes where the dimensions are as long."""
+    # Nothing has moved.
     if y.spec.placements == before.placements:
         return y
     places: Any = before.placements
@@ -215,6 +217,7 @@ def unfold(
     splits = splits_of(x, (dim,))
     windows = {dim: Window(size, step)}
     shape = output_shape(func, part, splits, windows)  # (..., windows, ...)
+    # A window belongs to the rank that holds its middle row.
     part, new, _ = extended(part, splits, windows, shape, fill=None)
     resized = x.spec.resized({dim: new.get(dim, shape[dim])})
     out = x.spec.with_dims((*resized.dims, unsplit_axes(size)))
@@ -292,6 +295,7 @@ def fourier(
 def fourier_shift(func: Callable, input: ShardTensor, dim: Dims = None) -> ShardTensor:
     """Roll the frequency 0 to the middle, and back."""
     dims = dims_of(input.spec, dim)
+    # A shift is a roll by half of each dimension.
     sign = 1 if func is torch.fft.fftshift else -1
     half_lengths = [input.spec.shape[d] // 2 for d in dims]
     shifts = [sign * half for half in half_lengths]
@@ -320,6 +324,7 @@ def recurrent(
     x = as_replicated(input, like.spec)
     if batch_first:
         x = dispatch(torch.transpose, x, 0, 1)
+    # Each step needs the state of the one before, and all features.
     x = unshard_dims(x, (0, 2))  # (T, B, D), of which only B may be split
     # The states take the split of the samples.
     batch = x.spec.dims[1]
@@ -328,6 +333,7 @@ def recurrent(
         count, _, features = global_shape(state)
         of_state = x.spec.with_dims((unsplit_axes(count), batch, unsplit_axes(features)))
         parts.append(local_operand(sum_partial(state), of_state))
+    # Weights are plain: ranks with the same samples share their gradient.
     own_weights = [scale_grad_by_replicas(weight, x.spec) for weight in weights]
 
     def compute(part: Tensor) -> tuple[Tensor, ...]:

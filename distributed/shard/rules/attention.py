@@ -57,6 +57,7 @@ def attention(
 
     Keys and values are brought to the queries' split of samples and heads; queries that are whole, to that of the keys.
     """
+    # Plain tensors among them, such as learned queries, are the same on every rank.
     like = next(x for x in (q, k, v, attn_mask) if isinstance(x, ShardTensor))
     q = _with_whole_features(q, like.spec)
     k = _with_whole_features(k, like.spec)
@@ -164,6 +165,7 @@ def _as_four(x, shape):
 def _split_as_queries(func, q, x, tokens, grouped):
     """The keys or values x with the samples and heads of the queries, and their split of these. tokens: axes."""
     rows = q.spec
+    # Samples and heads of size 1 broadcast over those of the queries.
     samples, heads = x.spec.shape[:2]
     if samples == 1:
         samples = rows.shape[0]

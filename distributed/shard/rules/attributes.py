@@ -68,7 +68,11 @@ def shape(func: Callable, x: ShardTensor) -> torch.Size:
 
 
 @rule(Tensor.size)
-def size(func: Callable, x: ShardTensor, dim: int | None = None) -> torch.Size | int:
+def size(
+    func: Callable,
+    x: ShardTensor,
+    dim: int | None = None,
+) -> torch.Size | int:
     """The global shape, or one size of it."""
     shape = x.spec.shape
     return shape if dim is None else shape[dim]
@@ -109,7 +113,7 @@ def length(func: Callable, x: ShardTensor) -> int:
 @rule(Tensor.grad.__get__)
 def grad(func: Callable, x: ShardTensor) -> ShardTensor | None:
     """The gradient, split as x is: each rank has its part of the serial gradient."""
-    gradient = func(x)
+    gradient = func(x)  # autograd's, of the local part
     if gradient is None:
         return None
     return wrap(gradient, gradient_spec(x.spec))
@@ -124,6 +128,7 @@ def as_gradient(grad: Tensor | None, spec: Spec | None) -> Tensor | None:
         if grad is None or spec is None:
             return grad
         raise TypeError(f"the gradient of a ShardTensor, {spec}, must be a ShardTensor too, not a plain tensor")
+    # A plain input has no split: each rank's gradient is a term of a sum.
     if spec is None:
         mesh_dims = len(grad.spec.mesh.groups)
         return redistribute(grad, [Partial()] * mesh_dims)
@@ -190,6 +195,7 @@ def backward_of(
         tensors = [tensors]
     if isinstance(grad_tensors, Tensor):
         grad_tensors = [grad_tensors]
+    # local() makes a view.
     with torch.enable_grad():  # a view without a graph has no backward pass
         parts = [local(x) for x in tensors]
     own_grads = grad_tensors
@@ -213,5 +219,6 @@ def backward_of(
 )
 def whole_value(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
     """The value of the whole tensor for the host, on every rank."""
+    # Every rank must have the same value, since the host may decide by it.
     whole = replicate(x)
     return func(local(whole), *args, **kwargs)

@@ -46,17 +46,7 @@ def convolve(
     shape = windows.output_shape(func, x, splits, along)
     shape[first_spatial - 1] = weight.shape[0]  # (B, D, ...) of the whole output
 
-    # Dimensions that are not split keep their padding: the plain operation adds it, if both ends have the same.
-    own_padding = [0] * count
-    for dim, window in along.items():
-        if dim in splits:
-            continue
-        if window.before == window.after:
-            own_padding[dim - first_spatial] = window.before
-        else:
-            # F.pad takes a pair (before, after) for each dimension, the last dimension first.
-            later_dims = [0, 0] * (x.ndim - 1 - dim)
-            x = F.pad(x, [*later_dims, window.before, window.after])
+    x, own_padding = _padded(x, splits, along)
 
     def compute(part: Tensor) -> Tensor:
         return func(part, weight, bias, stride, own_padding, dilation, groups)
@@ -82,6 +72,25 @@ def convolve(
         return y, new
     y = compute(pending.rows())  # (B, D, ...) of this rank
     return y, new
+
+
+def _padded(x, splits, along):
+    """(x, padding that the plain operation has still to add) along the dimensions that are not split.
+
+    The plain operation pads both ends by the same number. Where they differ, x is padded here.
+    """
+    own_padding = []
+    for dim, window in along.items():
+        is_even = window.before == window.after
+        if dim in splits or not is_even:
+            own_padding.append(0)
+        else:
+            own_padding.append(window.before)
+        if dim not in splits and not is_even:
+            # F.pad takes a pair (before, after) for each dimension, the last dimension first.
+            later_dims = [0, 0] * (x.ndim - 1 - dim)
+            x = F.pad(x, [*later_dims, window.before, window.after])
+    return x, own_padding
 
 
 def may_overlap(x: Tensor) -> bool:
@@ -206,12 +215,17 @@ def convolve_transposed(
     if 0 in shape:
         return windows.no_outputs(x, shape, weight, bias), new
     y = func(x, weight, bias, stride, crops, extras, groups, dilation)
+    return _own_outputs(y, surplus, shape), new
+
+
+def _own_outputs(y, surplus, shape):
+    """The outputs that belong to this rank. surplus: {split dimension: outputs of other ranks in front of them}."""
     part = y
-    for dim in new:
-        part = part.narrow(dim, surplus[dim], shape[dim])
+    for dim, in_front in surplus.items():
+        part = part.narrow(dim, in_front, shape[dim])
     if part.shape == y.shape:
-        return y, new
-    return part.clone(), new  # in memory of its own, as the output of any operation
+        return y
+    return part.clone()  # in memory of its own, as the output of any operation
 
 
 def middle_output(row: int, stride: int, middle: int) -> int:
@@ -227,6 +241,7 @@ def spread_over(
     crop: int,
 ) -> Interval:
     """The input rows [a, b) that a transposed convolution needs for the outputs [first, last)."""
+    # Outputs are counted before the crop from here on.
     first += crop
     last += crop
     first_that_reaches = -((reach - first) // stride)

@@ -112,6 +112,7 @@ ADDING = set(named("add", "sub", "subtract", "__add__", "__sub__"))
 @rule(*named("where"))
 def where(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
     """Choose between two operands. Of a condition alone the result is indices, as of nonzero, which has no rule."""
+    # The ranks would find different numbers of places.
     if len(args) + len(kwargs) == 1:
         raise no_rule(func, args, kwargs, "the number of its results depends on values")
     return elementwise(func, *args, **kwargs)
@@ -147,6 +148,7 @@ def keeps_sums(func: Callable, args: Sequence[Any]) -> bool:
     """Tell whether func is linear: of one tensor alone, of a tensor and a number, or the sum of two tensors."""
     if func in LINEAR:
         return True
+    # The product of two sums is not the sum of the products.
     tensors = [isinstance(x, ShardTensor) for x in args]
     if func in SCALING:
         return tensors == [True, False]
@@ -159,6 +161,7 @@ def broadcast(
     kwargs: dict[str, Any],
 ) -> ShardTensor:
     """The general case: reduce partial operands, find the common split, and bring all operands to it."""
+    # A plain tensor can only take split values if it becomes split itself.
     in_place = func in IN_PLACE
     if in_place and not isinstance(args[0], ShardTensor):
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
@@ -262,6 +265,7 @@ def drawn(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTen
     in_place = func in IN_PLACE or kwargs.get("inplace") or args[2:] == (True,)
     if in_place and x.spec.partial:
         raise no_rule(func, (x, *args), kwargs, "in place on a partial tensor")
+    # Each term of a sum would be drawn by itself, so the sum comes first.
     x = sum_partial(x)
     with own_stream(x.spec, x.device):
         out = func(x, *args, **kwargs)

@@ -28,6 +28,7 @@ def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
     mask = mask_of(x, index)
     if mask is not None:
         return masked(func, x, mask)
+    # From here on every item stands for one dimension at most.
     x, index = _flatten_masks(x, index)
     items = index_items(func, x, index)
     of_dims = [item for item in items if item is not None]
@@ -92,6 +93,7 @@ def locate(
     spec = x.spec
 
     # What the items make of the dimensions: the spec of the selection, and the index into this rank's part.
+    # A selected row adds mesh dimensions over which the result is a sum.
     partial = list(spec.partial)
     dims: list[Axes] = []  # of the selection
     local_index: list[Any] = []
@@ -313,7 +315,7 @@ def split(
         sizes = [min(each, size - first) for first in starts] or [0]  # no rows are one empty piece
     if sum(sizes) != size:
         raise RuntimeError(f"split: sizes {list(sizes)} do not make up dimension {dim} of {size}")
-    cuts = list(accumulate(sizes))[:-1]
+    cuts = list(accumulate(sizes))[:-1]  # first rows of all pieces but the first
     return tensor_split(func, tensor, cuts, dim)
 
 
@@ -330,6 +332,7 @@ def tensor_split(
     cuts, dim, *_ = (*args, *named_cuts.values(), dim)
     size = input.spec.shape[dim]
     dim = dim % len(input.spec.dims)
+    # torch makes the first pieces the longer ones, as shard_sizes does.
     if isinstance(cuts, int):  # a number of pieces
         *cuts, _ = accumulate(shard_sizes(size, cuts))
     ends = [0, *cuts, size]

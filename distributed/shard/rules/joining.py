@@ -43,6 +43,7 @@ def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
     # The split of the other dimensions: of a tensor that is split along dim, where there is one.
     cut = [x for x in parts if x.spec.is_split(dim)]
     specs = [x.spec for x in (*cut[:1], *parts)]
+    # Each dimension is its own label: all tensors have the same ones.
     labelled = [(spec, range(len(spec.dims))) for spec in specs]
     sizes = dict(enumerate(specs[0].shape))
     others = joint_axes(labelled, sizes, set())
@@ -62,6 +63,7 @@ def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
             part.spec.split(dim)  # or CannotSplit
         pieces, joined = _in_one_piece(tensors, counts, dim, cut[0].spec)
 
+    # Each rank joins the rows that it holds in the result.
     in_place = []
     for x, piece in zip(tensors, pieces, strict=True):
         in_place.append(local_operand(x, base.with_axes(dim, piece)))
@@ -103,6 +105,7 @@ def _in_one_piece(tensors, counts, dim, spec):
 def _piece(count, start, mesh_dim, sizes):
     """The axes of `count` rows that begin at row `start` of a dimension with pieces of these sizes."""
     end = start + count
+    # The result's pieces cut these rows: each rank holds what lies in its piece.
     held = []
     for first, last in bounds(sizes):
         overlap = min(last, end) - max(first, start)
@@ -131,6 +134,7 @@ def _new_sizes(tensors, counts, dim, mesh_dim, group):
 @rule(*named("flip"))
 def flip(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> ShardTensor:
     """Reverse dimensions, given as numbers or as one tuple. Ranks of a split one send their piece to the opposite."""
+    # The ranks reverse their own rows, and exchange pieces along split dimensions.
     dims = numbers(dims, keywords)
     spec = input.spec
     part = local(input)
@@ -180,6 +184,7 @@ def roll(
 def repeat(func: Callable, input: ShardTensor, *repeats: Any, **keywords: Any) -> ShardTensor:
     """Repeat along whole and split dimensions: every rank repeats its piece."""
     repeats = numbers(repeats, keywords)
+    # More repeats than dimensions add dimensions in front, as in torch.
     count = len(input.spec.dims)
     if len(repeats) < count:
         if func.__name__ == "repeat":

@@ -62,6 +62,7 @@ def contracted(
     out = Spec(mesh, out_dims, out_partial)
 
     # Bring the operands to it.
+    # Each operand takes the split of its labels; the result's spec says which copies are used apart.
     arguments = []
     for x, names in zip(operands, labels, strict=True):
         wanted = out.with_dims([axes[name] for name in names])
@@ -99,6 +100,7 @@ def common_sizes(
 
 def own_bias(bias: Tensor, out: Spec) -> Tensor:
     """This rank's part of a bias. For a partial result each rank adds an equal share of it."""
+    # The shares of a partial result add up to one bias.
     bias = scale_grad_by_replicas(bias, out)
     if out.is_split(-1):
         of_features = out.with_dims(out.dims[-1:], ())
@@ -135,6 +137,7 @@ def linear(
     if out is None:
         batch = [f"b{i}" for i in range(input.dim() - 1)]
         return contracted(F.linear, (input, weight), ([*batch, "d"], ["e", "d"]), [*batch, "e"], bias)
+    # Without copies and sums the weight is used as it is.
     if out.copies > 1 or out.partial:
         weight = scale_grad_by_replicas(weight, out)
         bias = None if bias is None else own_bias(bias, out)
@@ -146,6 +149,7 @@ def matmul(func: Callable, input: Tensor, other: Tensor) -> ShardTensor:
     """(..., N, D) x (..., D, M) -> (..., N, M) with broadcast batches; vectors as in torch."""
     if func.__name__ == "__rmatmul__":
         input, other = other, input
+    # Labels: n rows, d summed, m columns; vectors lack the first or the last.
     has_rows = input.dim() > 1
     has_columns = other.dim() > 1
     first = [*_batch(input), "n", "d"] if has_rows else ["d"]
@@ -204,6 +208,7 @@ def add_product(
     """The result of beta * input + alpha * first @ second."""
     if not isinstance(first, ShardTensor) and not isinstance(second, ShardTensor):
         raise no_rule(func, (input, first, second), {}, "a product of plain tensors")
+    # The rules of addition and product do the rest.
     product = matmul(torch.matmul, first, second)
     if alpha != 1:
         product = dispatch(torch.mul, product, alpha)
@@ -226,7 +231,7 @@ def einsum(func: Callable, equation: str, *operands: Any) -> ShardTensor:
         operands = tuple(operands[0])
     if not isinstance(equation, str):
         raise no_rule(func, operands, {}, "give the equation as a string")
-    left, arrow, right = equation.replace(" ", "").partition("->")
+    left, arrow, right = equation.replace(" ", "").partition("->")  # "bij,bjk->bik"
     terms = left.split(",")
     if len(terms) != len(operands):
         raise RuntimeError(f"einsum: {len(operands)} operands for '{equation}'")
@@ -288,6 +293,7 @@ def cross(
     # The dimension is counted from the end, since the operands may have unlike numbers of dimensions.
     most_dims = max(x.dim() for x in operands)
     from_end = dim if dim < 0 else dim - most_dims
+    # The product of a vector needs all three numbers.
     vectors: list[Tensor] = []
     for x in operands:
         if isinstance(x, ShardTensor):

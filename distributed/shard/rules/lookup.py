@@ -50,7 +50,7 @@ def gather(
     dim = dim % len(input.spec.dims)
     x = unshard_dims(input, (dim,))
     places = split_as(func, x.spec, dim, index)
-    found = local(x).gather(dim, places)
+    found = local(x).gather(dim, places)  # (..., indices, ...)
     count = global_shape(index)[dim]
     return wrap(found, x.spec.with_axes(dim, unsplit_axes(count)))
 

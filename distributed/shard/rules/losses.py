@@ -34,6 +34,7 @@ def softmax(
     if dtype is not None:
         input = dispatch(Tensor.to, input, dtype)
     x = sum_partial(input)
+    # The exponential of a partial tensor is not that of its sum.
     is_log = func.__name__ in ("log_softmax", "special_log_softmax")
     if not x.spec.is_split(dim):
         plain = torch.log_softmax if is_log else torch.softmax
@@ -95,6 +96,7 @@ def elementwise_loss(
     if func is not F.kl_div and shape != target_shape:
         raise ValueError(f"{func.__name__}: shapes {shape} and {target_shape} differ")
     reduction = named_reduction(reduction, size_average, reduce)
+    # The plain function gives one loss for each element, whatever the reduction.
     settings: dict[str, Any] = {"reduction": "none"}
     if weight is not None:
         settings["weight"] = weight
@@ -138,7 +140,7 @@ def class_loss(
 
     # There is one loss for each sample or pixel: (B, ...).
     each = kept(spec, (classes,))
-    has_indices = target.dim() == len(each.dims)
+    has_indices = target.dim() == len(each.dims)  # otherwise one probability for each class
     target_spec = each if has_indices else spec
     target_shape = tuple(global_shape(target))
     if target_shape != tuple(target_spec.shape):

@@ -139,6 +139,7 @@ def attend_natten(
     the library, of its releases since 0.17; tensors among them are refused. Returns (B, *spatial, heads, d of value),
     with return_lse also (B, *spatial, heads). Raises ValueError for a window longer than its axis.
     """
+    # Messages name what the caller has given.
     given = (query, key, value)
     settings = _settings(library, args, kwargs)
     if not all(isinstance(x, ShardTensor) for x in given):
@@ -214,6 +215,7 @@ def _on_region(library, query, key, value, axes, settings):
         results = list(found) if isinstance(found, tuple) else [found]
         for dim, (first, count) in own_rows.items():
             results = [x.narrow(dim, first, count) for x in results]
+    # The log-sum-exp has no features.
     if settings.get("return_lse"):
         return wrap(results[0], output), wrap(results[1], log_sum)
     return wrap(results[0], output)

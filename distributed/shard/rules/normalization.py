@@ -67,10 +67,14 @@ class Normal(torch.autograd.Function):
         return y.to(autocast_dtype(x)), mean, var
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any,
+        grad: Tensor,
+        *_: Tensor,
+    ) -> tuple[Tensor | None, ...]:
         """Gradients of x, weight and bias; one all-reduce of two numbers for each mean."""
         x, weight, bias, mean, scale = ctx.saved_tensors
-        apart = x - mean
+        apart = x - mean  # computed again, which takes less than to keep it
         grad = at_least_float32(grad)
 
         # First over the dimensions along which the weight is the same: the sums over others are small.
@@ -146,6 +150,7 @@ def normalized(
     own_bias = None if bias is None else local_operand(bias, x.spec)
     shared_by = x.spec.shares(*dims)
     y, mean, var = Normal.apply(local(x), own_weight, own_bias, eps, dims, shared_by)
+    # The statistics have size 1 along dims, on every rank.
     left = kept(x.spec, dims, True)
     return wrap(y, x.spec), wrap(mean, left), wrap(var, left)
 
@@ -260,6 +265,7 @@ def group_norm(
     cudnn_enabled: bool = True,
 ) -> ShardTensor:
     """Normalize groups of channels of (B, C, ...)."""
+    # Each group is normalized over its channels and all points.
     x = dispatch(Tensor.unflatten, input, 1, (num_groups, -1))  # (B, groups, C / groups, ...)
     dims = range(2, len(x.spec.dims))
     ones = [1] * (len(dims) - 1)

@@ -74,6 +74,7 @@ def gathered(
 
     All ranks must use the result in the same way, because its gradient is not summed over the ranks.
     """
+    # A rank may have no elements, where a maximum for example is not defined.
     empty = [d for d in dims if x.shape[d] == 0]
     if empty:  # a placeholder, whose summary is not sent
         x = x.sum(empty, keepdim=True, dtype=x.dtype)
@@ -100,6 +101,7 @@ def reduce_by(
     """reduce(part, dims, keepdim) of the local part, and of the results of all ranks if dims are split."""
     x = sum_partial(x)
     part = local(x)
+    # None means that every rank has whole rows: then nothing is gathered.
     shared_by = x.spec.shares(*dims)
 
     def summary(part: Tensor) -> Tensor:
@@ -159,6 +161,7 @@ def mean(
     dtype = dtype or input.dtype
     wide = torch.promote_types(dtype, torch.float32)  # the sum of all elements might not fit into 16 bits
     count = math.prod([spec.shape[d] for d in dims])
+    # The count is global, so unequal parts of the ranks do not matter.
     own_sum = input.sum(dims, keepdim, dtype=wide)
     out = own_sum / count  # this rank's term of the mean
     return wrap(out.to(dtype), reduced_spec(spec, dims, keepdim))
@@ -260,7 +263,11 @@ class _Moments(torch.autograd.Function):
     """(mean, sum of squared deviations from it) over dims of a local tensor, which is all that backward needs."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dims: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor]:
         _, mean, deviations = centred(x, dims)
         ctx.save_for_backward(x, mean)
         ctx.count = math.prod([x.shape[d] for d in dims])
@@ -331,6 +338,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
 def root(var: Tensor) -> Tensor:
     """The square root of a variance; its gradient is 0 if the variance is 0, as in torch."""
+    # The inner `where` keeps an infinite derivative out of the backward pass.
     is_zero = var == 0
     safe = torch.where(is_zero, 1.0, var)  # the derivative of sqrt at 0 is infinite
     return torch.where(is_zero, 0.0, safe.sqrt())
@@ -474,6 +482,7 @@ def arg(
     keepdim: bool = False,
 ) -> ShardTensor:
     """The global index of the first extremum along dim; without dim, its index in the flattened tensor."""
+    # An index has no gradient.
     largest = func.__name__ == "argmax"
     x = dispatch(torch.detach, input)
     if dim is not None:

@@ -32,6 +32,7 @@ def change_row(
         operand = sum_partial(operand)
         return local_operand(operand, spec, row.spec)
 
+    # All ranks prepare the operands, because that may communicate.
     own_args = [fit(operand) for operand in args]
     own_kwargs = {name: fit(operand) for name, operand in kwargs.items()}
     if row.is_own_row:
@@ -39,6 +40,7 @@ def change_row(
         return check_writable(row)
     assert row.row_of is not None
     operands = [*own_args, *own_kwargs.values()]
+    # The ranks without the row stand in its backward pass all the same.
     take_part(row.row_of, operands)
     take_part(row, operands)
     return check_writable(row)

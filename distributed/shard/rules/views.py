@@ -35,6 +35,7 @@ def regrouped(
     If the new shape breaks up pieces of a split axis, `cut` receives the sizes that its pieces must have. Returns None
     if no sizes would do.
     """
+    # Axes are taken from the outermost on, until their product is the size of the new dimension.
     left = list(axes)[::-1]  # the outermost axis is the last of the list
     dims = []
     for size in shape:
@@ -237,6 +238,7 @@ def unflatten(func: Callable, x: ShardTensor, dim: int, sizes: Iterable[int]) ->
 @rule(*named("permute"))
 def permute(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> ShardTensor:
     """Reorder dimensions, given as numbers or as one tuple, together with their axes."""
+    # Axes move with their dimensions, so that no element changes its rank.
     dims = numbers(dims, keywords)
     spec = input.spec
     if len(dims) != len(spec.dims):
@@ -374,6 +376,7 @@ def expand(func: Callable, x: Tensor, *shape: Any, **keywords: Any) -> ShardTens
 def pixel_shuffle(func: Callable, input: ShardTensor, factor: int) -> ShardTensor:
     """(..., C r^2, H, W) -> (..., C, H r, W r)."""
     x = unflatten(func, input, -3, (-1, factor, factor))  # (..., C, r, r, H, W)
+    # Each factor goes behind the dimension that it extends.
     x = movedim(func, x, (-4, -3), (-3, -1))  # (..., C, H, r, W, r)
     x = flatten(func, x, -2)
     return flatten(func, x, -3, -2)
@@ -391,7 +394,7 @@ def pixel_unshuffle(func: Callable, input: ShardTensor, factor: int) -> ShardTen
 @rule(torch.broadcast_tensors)
 def broadcast_tensors(func: Callable, *tensors: Tensor) -> list[Tensor]:
     """All tensors in the shape that they broadcast to."""
-    shape = torch.broadcast_shapes(*map(global_shape, tensors))
+    shape = torch.broadcast_shapes(*map(global_shape, tensors))  # global
     result: list[Tensor] = []
     for x in tensors:
         if isinstance(x, ShardTensor):

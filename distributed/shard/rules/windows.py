@@ -88,6 +88,7 @@ class Window(NamedTuple):
 def cut(sizes: Sizes, length: int, place: Callable[..., int]) -> Sizes:
     """Sizes of `length` outputs on each rank. place(row): the first output that belongs to this row or a later one."""
     rows = sum(sizes)
+    # Each end of a rank's rows becomes an end of its outputs.
     ends = []
     for end in accumulate(sizes):
         if end == rows:
@@ -129,6 +130,7 @@ def windows_of(
     if padding == "same" and has_stride:
         raise ValueError("padding='same' is not supported for strided convolutions")
     pads = spatial(0 if padding in ("same", "valid") else padding, count)
+    # Padding may differ at the two ends, for 'same' with an even kernel.
     windows = {}
     for dim, k, s, d, pad in zip(dims, kernels, strides, dilations, pads, strict=True):
         window = Window(k, s, before=pad, after=pad, dilation=d)
@@ -200,6 +202,7 @@ def request(
     """
     sizes, group = split
     outputs = bounds(new)  # of every rank
+    # All ranks compute all intervals, so that each knows what to send.
     intervals = []
     for first, last in outputs:
         if first < last:
@@ -300,6 +303,7 @@ def images(x: ShardTensor, func: Callable) -> range:
 
 def resulting(x: ShardTensor, y: Tensor, sizes: Mapping[int, Sizes]) -> ShardTensor:
     """The local output y as a ShardTensor that is split as x. sizes: {dimension: those of all ranks}, where new."""
+    # A function may change the sizes of dimensions that it does not split.
     new: dict[int, int | Sizes] = {}
     for dim, n in enumerate(y.shape):
         if dim in sizes:

@@ -97,6 +97,7 @@ def _without_leading_ones(value: Tensor, most: int) -> Tensor:
 
 def _as_items(index: Any) -> list[Any]:
     """The items of an index: lists and arrays as tensors, a single number as int."""
+    # torch takes lists, ranges and arrays for tensors of indices.
     items = list(index) if isinstance(index, tuple) else [index]
     for number, item in enumerate(items):
         if isinstance(item, range):
@@ -270,6 +271,7 @@ def _write_split_mask(
     value: Any,
 ) -> None:
     """Assign one value to the places of a mask that is split itself: x[x > 1] = 0."""
+    # The value broadcasts over the dimensions behind those of the mask.
     mask = selectors[0]
     is_one_value = not isinstance(value, Tensor) or value.dim() <= after
     is_one_mask = len(selectors) == 1 and mask.dtype == torch.bool
