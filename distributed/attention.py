@@ -258,7 +258,7 @@ def kernel(q: Tensor, mask: Tensor | None, device_type: str | None = None) -> Ke
     """The fused kernel that also returns the log-sum-exp, or Plain if there is none."""
     device_type = device_type or q.device.type
     d = q.shape[-1]
-    # No fused kernel takes a mask and also returns the log-sum-exp.
+    # Blocks with a mask go by the formula.
     if mask is not None:
         return Plain
     if device_type == "cpu":

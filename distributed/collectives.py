@@ -239,7 +239,7 @@ def _all_to_all(x, group, sent, received):
 def _finished(collective, x, *args):
     """Run a functional collective and wait for its result."""
     if x.is_complex():
-        # The backends know no complex numbers: (...) -> (..., 2), the real and the imaginary part.
+        # Complex numbers travel as pairs, the real and the imaginary part: (...) -> (..., 2).
         pairs = torch.view_as_real(x.resolve_conj())
         result = _finished(collective, pairs, *args)
         return torch.view_as_complex(result)
@@ -262,7 +262,7 @@ def start_shift(
 
     Computation between these two calls overlaps with the exchange. Not differentiable: for use in autograd functions.
     """
-    # A ring step is an all-to-all in which each rank sends to one rank only: no other functional collective does it.
+    # A step of the ring is an all-to-all in which each rank sends to the next one only.
     next_rank = (group.rank + 1) % group.size
     previous_rank = (group.rank - 1) % group.size
     sent = [0] * group.size

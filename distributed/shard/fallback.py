@@ -73,7 +73,7 @@ def where_whole(
 ) -> Any:
     """As `on_whole_tensors`, of ShardTensors that every rank has whole; raises `refusal` for any others."""
     leaves, _ = tree_flatten((tuple(args), kwargs))
-    # Nothing is gathered here: what every rank has whole costs nothing to compute.
+    # What every rank has whole needs no message, so that it is computed whatever the choice.
     if any(_needs_gather(x) for x in leaves):
         raise refusal
     return on_whole_tensors(func, args, kwargs, refusal)
@@ -119,6 +119,7 @@ def on_whole_tensors(
     for x, w, version in tensors:
         if w._version != version:
             _write_back(x, w, refusal)
+    # Results may be arguments themselves, or views of them.
     owners = {id(w): x for x, w, _ in tensors}
     storages = {storage_id(w) for _, w, _ in tensors}
 
@@ -164,7 +165,7 @@ def _is_sparse_with_grad(x):
 
 def _count(name, leaves, wholes):
     """Count a call, and the bytes of what was gathered for it; nothing where all was whole already."""
-    made = 0
+    made = 0  # bytes
     for x, whole_x in zip(leaves, wholes, strict=True):
         if _needs_gather(x):
             made += whole_x.nbytes
@@ -212,6 +213,7 @@ def _split(y: Tensor, specs: Sequence[Spec], mesh: Mesh) -> ShardTensor:
 def _same_dim(y, spec, d):
     """The dimension of a result that takes the split of dimension d of an argument, by its place or its size alone."""
     same_size = [i for i, n in enumerate(y.shape) if n == spec.shape[d]]
+    # The place of a dimension counts more than its size: a square image has two of one size.
     same_dims = y.dim() == len(spec.dims)
     if same_dims and d in same_size:
         return d

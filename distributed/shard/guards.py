@@ -20,7 +20,16 @@ from torch.autograd.function import Function, _SingleLevelFunction
 from distributed.shard.operands import gradient_spec
 from distributed.shard.rules.attributes import as_gradient
 from distributed.shard.spec import Spec
-from distributed.shard.tensor import AsShardTensors, LocalTensors, ShardTensor, dispatch, flat, local, rules_apply, wrap
+from distributed.shard.tensor import (
+    AsShardTensors,
+    LocalTensors,
+    ShardTensor,
+    dispatch,
+    flat,
+    local,
+    rules_apply,
+    wrap,
+)
 
 # Functions that the fallback must not compute either, because a copy of the whole cannot stand for the tensor.
 SEES_PARTS: set[Callable] = set()

@@ -11,7 +11,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distributed.collectives import all_to_all, copy_to_region, divide_gradient, reduce_from_region
 from distributed.shard.redistribute import recut, sizes_of
-from distributed.shard.spec import Axes, Mesh, Pieces, Spec, as_mesh, mesh_dims_of, part_of, spec_of, unsplit_axes
+from distributed.shard.spec import (
+    Axes,
+    Mesh,
+    Pieces,
+    Spec,
+    as_mesh,
+    mesh_dims_of,
+    part_of,
+    spec_of,
+    unsplit_axes,
+)
 from distributed.shard.tensor import MaybeTensor, ShardTensor, find_libraries, local, no_rule, wrap
 from utils.torch_private import group_named
 
@@ -177,7 +187,11 @@ def sum_grad_over_replicas(x: ShardTensor, spec: Spec) -> Tensor:
     return part
 
 
-def local_operand(x: Tensor, spec: Spec, result: Spec | None = None) -> Tensor:
+def local_operand(
+    x: Tensor,
+    spec: Spec,
+    result: Spec | None = None,
+) -> Tensor:
     """The local part of an operand, which broadcasts against a tensor with this spec: by default that of the result."""
     result = result or spec
     ahead = len(spec.dims) - x.dim()  # dimensions that the operand does not have

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 def redistribute(
-    local: Tensor, spec: Spec, placements: Sequence["Placement"], sizes: Pieces | None = None
+    local: Tensor,
+    spec: Spec,
+    placements: Sequence["Placement"],
+    sizes: Pieces | None = None,
 ) -> tuple[Tensor, Spec]:
     """The local part and the Spec of the same tensor with new `placements`; differentiable.
 
@@ -151,7 +154,11 @@ def _gather(local, spec, m):
     return local, spec.with_axes(dim, merged(left))
 
 
-def recut(local: Tensor, spec: Spec, cut: Pieces) -> tuple[Tensor, Spec]:
+def recut(
+    local: Tensor,
+    spec: Spec,
+    cut: Pieces,
+) -> tuple[Tensor, Spec]:
     """The same tensor with other sizes of the pieces of its axes, {mesh dimension: sizes}: one all-to-all for each.
 
     Unlike redistribute it keeps dimensions that are products of axes.
@@ -217,7 +224,11 @@ def as_dtensor(
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def chunks(shape: Sequence[int], placements: Sequence["Placement"], mesh: DeviceMesh) -> Pieces:
+def chunks(
+    shape: Sequence[int],
+    placements: Sequence["Placement"],
+    mesh: DeviceMesh,
+) -> Pieces:
     """{mesh dimension: sizes of the pieces} of a DTensor."""
     from torch.distributed.tensor import Shard  # slow to import
 

@@ -71,6 +71,7 @@ def as_mesh(device_mesh: DeviceMesh | Mesh) -> Mesh:
     if isinstance(device_mesh, Mesh):
         return device_mesh
     known = _meshes.get(id(device_mesh))
+    # The reference is weak: it is empty once no Spec uses the Mesh.
     mesh = known() if known else None
     if mesh is not None:
         return mesh
@@ -211,7 +212,11 @@ class Spec:
         behind = self.dims[dim + 1 :]
         return self.with_dims((*before, axes, *behind))
 
-    def derived(self, key: tuple, make: Callable[[], Derived]) -> Derived:
+    def derived(
+        self,
+        key: tuple,
+        make: Callable[[], Derived],
+    ) -> Derived:
         """The result of make(), cached under a key because every training step repeats the same operations."""
         # A compiled step is traced once, so that a cache would serve nothing.
         if is_dynamo_compiling():
@@ -236,6 +241,7 @@ class Spec:
         """(elements of dims on each rank, Group) of the ranks among which dims are split; None if all are whole."""
         axes_of_dims = [self.dims[dim] for dim in dims]
         split = mesh_dims_of(*axes_of_dims)
+        # Every rank has whole dimensions.
         if not split:
             return None
         (group,) = self.mesh.groups_of(split)
@@ -251,6 +257,7 @@ class Spec:
         split = mesh_dims_of(*axes_of_dims)
         count = len(self.mesh.groups)
         others = [m for m in range(count) if m not in split]
+        # The order is that of the pieces in the whole.
         ranks = []
         for rank in range(self.mesh.joint.size):
             # The first rank along all other mesh dimensions stands for those that hold the same piece.
@@ -369,7 +376,11 @@ def cut_over(
     return (Axis(size, m, sizes),)
 
 
-def part_of(full: Tensor, spec: Spec, rank: int | None = None) -> Tensor:
+def part_of(
+    full: Tensor,
+    spec: Spec,
+    rank: int | None = None,
+) -> Tensor:
     """The part of a whole tensor that a rank of the mesh (by default this rank) holds; differentiable.
 
     A dimension of size 1 stays whole if the spec has a larger size for it, because it broadcasts.

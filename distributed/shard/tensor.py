@@ -90,6 +90,7 @@ class ShardTensor(torch.Tensor):
         """
         from torch.distributed.tensor import Shard  # slow to import
 
+        # A model that makes a ShardTensor has imported its libraries by now.
         find_libraries()
         mesh = as_mesh(mesh)
         shape = list(local.shape)  # of the whole, dimension by dimension
@@ -140,11 +141,19 @@ class ShardTensor(torch.Tensor):
         """This rank's part, a plain tensor; differentiable."""
         return local(self)
 
-    def on_parts(self, function: Callable[..., Tensor], *args: Any) -> "ShardTensor":
+    def on_parts(
+        self,
+        function: Callable[..., Tensor],
+        *args: Any,
+    ) -> "ShardTensor":
         """Apply a function that keeps the shape, such as a collective over other ranks, to the local part."""
         return wrap(function(local(self), *args), self.spec)
 
-    def redistribute(self, placements: Sequence["Placement"], sizes: Pieces | None = None) -> "ShardTensor":
+    def redistribute(
+        self,
+        placements: Sequence["Placement"],
+        sizes: Pieces | None = None,
+    ) -> "ShardTensor":
         """The same tensor with other `placements` (and `sizes`, see from_local); differentiable.
 
         Shard to Shard is one all-to-all, Shard to Replicate an all-gather, Partial to Replicate an all-reduce, Partial
@@ -176,6 +185,7 @@ def rule(*functions: Callable) -> Callable[[Rule], Rule]:
 
     def register(implementation: Rule) -> Rule:
         for function in functions:
+            # A later rule for the same function replaces the earlier one.
             RULES[function] = implementation
             if not isinstance(function, FunctionType):
                 continue
@@ -224,6 +234,7 @@ def _count_whole(func, args, kwargs, result):
 
     Composed operations are counted by their parts, and what a rule uses inside is not counted.
     """
+    # Inside a rule no rules apply: what it computes there is not counted.
     if torch.compiler.is_compiling() or func in COMPOSED or not rules_apply():
         return
     with LocalTensors():
@@ -274,6 +285,7 @@ def named(*names: str) -> list[Callable]:
 
 def wrap(tensor: Tensor, spec: Spec) -> ShardTensor:
     """Make a ShardTensor of a local tensor and its spec. Nothing is checked or communicated."""
+    # The result is another Python object on the same memory, in the same graph.
     tensor = tensor.as_subclass(ShardTensor)
     tensor.spec = spec
     return tensor
@@ -283,6 +295,7 @@ def wrap_result(tensor: Tensor, spec: Spec) -> Any:
     """As `wrap`, for the result of one of torch's operations: nobody else has it, and it becomes a ShardTensor."""
     if is_dynamo_compiling() or type(tensor) is not Tensor:
         return wrap(tensor, spec)
+    # The tensor changes its class: as_subclass would make another one, at a cost in every operation.
     tensor.__class__ = ShardTensor
     tensor.spec = spec  # type: ignore[attr-defined]
     return tensor
@@ -322,6 +335,7 @@ def _place_of_call() -> str:
     """Where a model called the operation, for messages: the innermost line outside of torch and of ShardTensor."""
     if torch.compiler.is_compiling():
         return ""
+    # Follow the call stack outwards from here.
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
         frame = frame.f_back
@@ -353,12 +367,16 @@ def _refused(error, func, args, kwargs):
         error = no_rule(func, args, kwargs, "a plain tensor in the place of a ShardTensor")
     elif isinstance(error, CannotSplit):
         error = no_rule(func, args, kwargs, str(error))
+    # Nobody has set it while the modules of rules are imported.
     if on_refusal is None:
         raise error
     return on_refusal(func, args, kwargs, error)
 
 
-def flat(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+def flat(
+    args: Iterable[Any],
+    kwargs: Mapping[str, Any],
+) -> Iterator[Any]:
     """The arguments of a call, those in lists and tuples too."""
     for a in (*args, *kwargs.values()):
         if isinstance(a, list | tuple):

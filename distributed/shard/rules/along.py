@@ -72,6 +72,7 @@ def moved(x: ShardTensor, m: int, dims: Iterable[int]) -> ShardTensor:
         is_whole = not x.spec.is_split(d)
         if d not in dims and is_whole and n > 1:
             free.append(d)
+    # The longest dimension keeps the parts most even.
     placements: list[Placement] = list(x.spec.placements)
     if free:
         longest = max(free, key=shape.__getitem__)
@@ -140,6 +141,7 @@ def on_whole(
         splits_back = resizes or result.spec.shape == x.spec.shape
         return restore_sharding(result, x.spec) if splits_back else result
 
+    # A function may return one tensor, several, or a named tuple of them.
     if isinstance(out, Tensor):
         return wrapped(out)
     results = [wrapped(y) for y in out]
@@ -149,7 +151,12 @@ def on_whole(
 
 
 @rule(*named(*ALONG))
-def along(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> Any:
+def along(
+    func: Callable,
+    input: ShardTensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """The functions of ALONG. Without dim they see the whole tensor, which every rank gathers."""
     others = (*args, *kwargs.values())
     if any(isinstance(value, ShardTensor) for value in others):
@@ -192,7 +199,9 @@ def gradient(
 ) -> list:
     """Central differences along each of the dimensions."""
     dims = dims_of(input.spec, dim)
+    # The spacing is one number for all dimensions, or one for each.
     steps = spacing if isinstance(spacing, list | tuple) else [spacing] * len(dims)
+    # torch.gradient gives one tensor for each dimension.
     slopes = []
     for d, step in zip(dims, steps, strict=True):
         if isinstance(step, Tensor):  # the coordinates of the rows
@@ -256,7 +265,7 @@ def fourier(
 
     The last dimension of a real transform comes first, that of the inverse last.
     """
-    name = func.__name__.removeprefix("fft_")
+    name = func.__name__.removeprefix("fft_")  # "irfft2": inverse, real, of two dimensions
     real = "rfft" in name
     inverse = name.startswith("i")
 
@@ -321,6 +330,7 @@ def recurrent(
     if is_packed or (dropout and train):
         raise no_rule(func, (input, *states), {}, "packed sequences, or dropout between layers")
     like = next(x for x in (input, *states) if isinstance(x, ShardTensor))
+    # The input may be plain, where only the states are split.
     x = as_replicated(input, like.spec)
     if batch_first:
         x = dispatch(torch.transpose, x, 0, 1)

@@ -18,6 +18,7 @@ from distributed.shard.tensor import AsShardTensors, ShardTensor, local, named, 
 @rule(
     Tensor.requires_grad.__set__,
     Tensor._backward_hooks.__set__,
+    # These ask for what a part and the whole have in common: type, device, place in the graph.
     *named(
         "dtype",
         "device",
@@ -50,7 +51,12 @@ from distributed.shard.tensor import AsShardTensors, ShardTensor, local, named, 
         "is_pinned",
     ),
 )
-def of_local(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
+def of_local(
+    func: Callable,
+    x: ShardTensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Properties that the whole tensor shares with the local part."""
     return func(x, *args, **kwargs)
 
@@ -105,6 +111,7 @@ def set_grad(func: Callable, x: ShardTensor, value: Tensor | None) -> None:
 @rule(Tensor.__len__)
 def length(func: Callable, x: ShardTensor) -> int:
     """The global size of the first dimension. Raises TypeError for a scalar, as torch does."""
+    # The words are torch's.
     if not x.spec.dims:
         raise TypeError("len() of a 0-d tensor")
     return x.spec.shape[0]
@@ -191,6 +198,7 @@ def backward_of(
     **kwargs: Any,
 ) -> None:
     """Run the backward pass of several tensors, as reentrant checkpointing does. grad_tensors: split as these are."""
+    # torch takes one tensor or several.
     if isinstance(tensors, Tensor):
         tensors = [tensors]
     if isinstance(grad_tensors, Tensor):
@@ -217,7 +225,12 @@ def backward_of(
     Tensor.__contains__,
     Tensor.__array__,
 )
-def whole_value(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
+def whole_value(
+    func: Callable,
+    x: ShardTensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """The value of the whole tensor for the host, on every rank."""
     # Every rank must have the same value, since the host may decide by it.
     whole = replicate(x)

@@ -18,7 +18,16 @@ from distributed.shard.rules.elementwise import own_stream
 from distributed.shard.rules.normalization import of_channels
 from distributed.shard.rules.reductions import kept
 from distributed.shard.rules.windows import spatial, windows_of
-from distributed.shard.tensor import NoRule, ShardTensor, composed, local, named, no_rule, rule, wrap
+from distributed.shard.tensor import (
+    NoRule,
+    ShardTensor,
+    composed,
+    local,
+    named,
+    no_rule,
+    rule,
+    wrap,
+)
 from networks.vit import PerAxis
 
 BODIES: list[Any] = [
@@ -110,7 +119,12 @@ for _function in BODIES:
 
 
 @rule(*named("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided"))
-def new(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> Tensor:
+def new(
+    func: Callable,
+    input: ShardTensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
     """A plain tensor of a global shape, with the dtype and device of the input."""
     if any(isinstance(x, ShardTensor) for x in args):  # new_tensor would copy the part
         raise no_rule(func, (input, *args), kwargs, "it copies numbers, of which a rank has a part")
@@ -324,7 +338,12 @@ def fold(
     torch.feature_alpha_dropout,
     torch.feature_alpha_dropout_,
 )
-def channel_dropout(func: Callable, input: ShardTensor, p: float, training: bool) -> Tensor:
+def channel_dropout(
+    func: Callable,
+    input: ShardTensor,
+    p: float,
+    training: bool,
+) -> Tensor:
     """Drop whole channels, alike on all ranks that hold a part of them; alpha: to the limit of SELU."""
     if p == 0 or not training:
         return input

@@ -15,7 +15,15 @@ from distributed.collectives import Sizes
 from distributed.halo import HaloExchange, Interval, bounds
 from distributed.layers import to_compute_dtype
 from distributed.shard.rules import windows
-from distributed.shard.rules.windows import Output, Padding, Splits, Window, request, spatial, whole_length
+from distributed.shard.rules.windows import (
+    Output,
+    Padding,
+    Splits,
+    Window,
+    request,
+    spatial,
+    whole_length,
+)
 from networks.vit import PerAxis
 
 

@@ -223,7 +223,12 @@ def adopt(func: Callable, plain: Tensor, spec: Spec) -> None:
 
 
 @rule(*CASTS)
-def cast(func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def cast(
+    func: Callable,
+    x: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Convert to another dtype or device."""
     if not isinstance(x, ShardTensor):  # type_as a ShardTensor
         own_args = [local(a) for a in args]
@@ -249,9 +254,14 @@ def own_stream(spec: Spec, device: torch.device) -> contextlib.AbstractContextMa
 
 
 @rule(*DROPOUT, *DRAWING)
-def drawn(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
+def drawn(
+    func: Callable,
+    x: ShardTensor,
+    *args: Any,
+    **kwargs: Any,
+) -> ShardTensor:
     """Draw this rank's part, with parameters that are numbers."""
-    # Dropout that drops nothing draws nothing either. alpha_dropout calls `training` `train`.
+    # Dropout that drops nothing draws nothing either. torch.dropout calls `training` `train`.
     settings = dict(zip(("p", "training", "inplace"), args, strict=False))
     settings |= kwargs
     is_training = settings.get("training", True) and settings.get("train", True)

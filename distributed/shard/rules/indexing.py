@@ -279,7 +279,11 @@ def narrow(
 
 
 @rule(*named("unbind"))
-def unbind(func: Callable, input: ShardTensor, dim: int = 0) -> tuple[ShardTensor, ...]:
+def unbind(
+    func: Callable,
+    input: ShardTensor,
+    dim: int = 0,
+) -> tuple[ShardTensor, ...]:
     """All rows, each without its dimension. Rows of a split dimension are partial tensors."""
     spec = input.spec
     dim = dim % len(spec.dims)
@@ -344,13 +348,23 @@ def tensor_split(
 
 
 @rule(*named("select"))
-def select(func: Callable, input: ShardTensor, dim: int, index: Any) -> ShardTensor:
+def select(
+    func: Callable,
+    input: ShardTensor,
+    dim: int,
+    index: Any,
+) -> ShardTensor:
     """One row, without its dimension."""
     return getitem(func, input, at(input, dim, int(index)))
 
 
 @rule(*named("index_select"))
-def index_select(func: Callable, input: ShardTensor, dim: int, index: Tensor) -> ShardTensor:
+def index_select(
+    func: Callable,
+    input: ShardTensor,
+    dim: int,
+    index: Tensor,
+) -> ShardTensor:
     """Some rows, by their indices."""
     return getitem(func, input, at(input, dim, index.reshape(-1)))
 

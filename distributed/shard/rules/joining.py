@@ -16,7 +16,11 @@ from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rul
 
 
 @rule(*named("stack"))
-def stack(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
+def stack(
+    func: Callable,
+    tensors: Sequence[Tensor],
+    dim: int = 0,
+) -> ShardTensor:
     """Stack along a new whole dimension, after bringing the tensors to one split."""
     rows = []
     for x in tensors:
@@ -28,7 +32,11 @@ def stack(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTenso
 
 
 @rule(*named("cat", "concat", "concatenate"))
-def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
+def cat(
+    func: Callable,
+    tensors: Sequence[Tensor],
+    dim: int = 0,
+) -> ShardTensor:
     """Concatenate in global order. Along a split dimension rows move to the ranks that hold them in the result."""
     # Empty tensors of one dimension have no say: torch skips them too.
     tensors = [x for x in tensors if tuple(global_shape(x)) != (0,)]
@@ -50,14 +58,14 @@ def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
     base = specs[0].with_dims(others.values())
 
     # The axes of dim, of each tensor where it lies in the result, and of the result.
-    is_product = bool(cut) and len(cut[-1].spec.dims[dim]) > 1
+    axes = cut[-1].spec.dims[dim] if cut else ()
     if not cut:
         pieces = [unsplit_axes(n) for n in counts]
         joined = unsplit_axes(sum(counts))
-    elif is_product:
+    elif len(axes) > 1:  # a product of axes, which are tokens of tiles
         if tensors[-1] is not cut[-1]:
             raise no_rule(func, tensors, {}, f"rows behind those of dimension {dim}, which is not in one piece")
-        pieces, joined = _in_front_of_tiles(cut[-1].spec.dims[dim], counts)
+        pieces, joined = _in_front_of_tiles(axes, counts)
     else:
         for part in cut:
             part.spec.split(dim)  # or CannotSplit
@@ -73,8 +81,8 @@ def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
 def _rows_of_each(tensors, dim):
     """The sizes of tensors along dim, which have the same size in all other dimensions."""
     shapes = [tuple(global_shape(x)) for x in tensors]
-    rest = [shape[:dim] + shape[dim + 1 :] for shape in shapes]
-    if any(shape != rest[0] for shape in rest):
+    other_sizes = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
+    if len(other_sizes) > 1:
         raise RuntimeError(f"cat: sizes differ in other dimensions than {dim}: {shapes}")
     return [shape[dim] for shape in shapes]
 
@@ -93,8 +101,11 @@ def _in_front_of_tiles(axes, counts):
 
 def _in_one_piece(tensors, counts, dim, spec):
     """(axes of each tensor, axes of the result) where each rank holds consecutive rows. spec: of a split tensor."""
-    mesh_dim = spec.dims[dim][0].mesh_dim
-    sizes = _new_sizes(tensors, counts, dim, mesh_dim, spec.mesh.groups[mesh_dim])
+    (axis,) = spec.dims[dim]
+    mesh_dim = axis.mesh_dim
+    group = spec.mesh.groups[mesh_dim]
+    sizes = _new_sizes(tensors, counts, dim, mesh_dim, group)
+    # Each tensor begins where the ones before it end.
     pieces = []
     for n, end in zip(counts, accumulate(counts), strict=True):
         pieces.append(_piece(n, end - n, mesh_dim, sizes))
@@ -117,22 +128,30 @@ def _new_sizes(tensors, counts, dim, mesh_dim, group):
     """Sizes of the ranks' pieces. A large split tensor stays in place; the tensors beside it go to the outer ranks."""
     cut = []
     for x in tensors:
-        is_cut = isinstance(x, ShardTensor) and mesh_dim in mesh_dims_of(x.spec.dims[dim])
-        cut.append(is_cut)
-    largest = max(range(len(tensors)), key=lambda i: (cut[i], counts[i]))
+        split_by = mesh_dims_of(x.spec.dims[dim]) if isinstance(x, ShardTensor) else set()
+        cut.append(mesh_dim in split_by)
+    # Moving the largest split tensor would cost most.
+    numbers = range(len(tensors))
+    largest = max(numbers, key=lambda i: (cut[i], counts[i]))
     total = sum(counts)
     others = total - counts[largest]
     # Where the others are more than a rank's share, the outer ranks would hold too much: all pieces become even.
     if others * group.size > counts[largest]:
         return shard_sizes(total, group.size)
-    sizes = list(tensors[largest].spec.dims[dim][0].sizes)
-    sizes[0] += sum(counts[:largest])
-    sizes[-1] += sum(counts[largest + 1 :])
+    (axis,) = tensors[largest].spec.dims[dim]
+    sizes = list(axis.sizes)
+    sizes[0] += sum(counts[:largest])  # the tensors in front
+    sizes[-1] += sum(counts[largest + 1 :])  # and behind
     return tuple(sizes)
 
 
 @rule(*named("flip"))
-def flip(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> ShardTensor:
+def flip(
+    func: Callable,
+    input: ShardTensor,
+    *dims: Any,
+    **keywords: Any,
+) -> ShardTensor:
     """Reverse dimensions, given as numbers or as one tuple. Ranks of a split one send their piece to the opposite."""
     # The ranks reverse their own rows, and exchange pieces along split dimensions.
     dims = numbers(dims, keywords)
@@ -146,7 +165,8 @@ def flip(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> Sha
         # The opposite rank's rows come as they are; this rank reverses them below.
         spec = spec.resized({dim: sizes[::-1]})
         opposite = bounds(sizes)[::-1]
-        part = HaloExchange(part, dim, sizes, opposite, group).rows()
+        exchange = HaloExchange(part, dim, sizes, opposite, group)
+        part = exchange.rows()
     return wrap(part.flip(dims), spec)
 
 
@@ -176,12 +196,18 @@ def roll(
             # Row i of the result is row i - shift of the input, modulo the length.
             rows = [(first - shift, last - shift) for first, last in bounds(sizes)]
             pending = HaloExchange(part, dim, sizes, rows, group, periodic=True)
+            # Where nothing is joined, rows() is a view of this rank's part, and roll never returns a view.
             part = pending.rows() if pending.joined else part.clone()
     return wrap(part, spec)
 
 
 @rule(*named("repeat", "tile"))
-def repeat(func: Callable, input: ShardTensor, *repeats: Any, **keywords: Any) -> ShardTensor:
+def repeat(
+    func: Callable,
+    input: ShardTensor,
+    *repeats: Any,
+    **keywords: Any,
+) -> ShardTensor:
     """Repeat along whole and split dimensions: every rank repeats its piece."""
     repeats = numbers(repeats, keywords)
     # More repeats than dimensions add dimensions in front, as in torch.

@@ -23,7 +23,16 @@ from distributed.shard.operands import (
 )
 from distributed.shard.rules.along import split_again, unshard_dims
 from distributed.shard.spec import Spec, mesh_dims_of, part_of, unsplit_axes
-from distributed.shard.tensor import NEVER_SPLIT, ShardTensor, dispatch, named, no_rule, rule, wrap, wrap_result
+from distributed.shard.tensor import (
+    NEVER_SPLIT,
+    ShardTensor,
+    dispatch,
+    named,
+    no_rule,
+    rule,
+    wrap,
+    wrap_result,
+)
 
 LEAST_OF_A_PART = 4  # a sum that has a quarter of the elements of a rank's part, or more, is split again
 
@@ -67,6 +76,7 @@ def contracted(
     for x, names in zip(operands, labels, strict=True):
         wanted = out.with_dims([axes[name] for name in names])
         arguments.append(local_operand(x, wanted, out))
+    # The bias is an argument of the function, which adds it to this rank's term.
     if bias is not None:
         arguments.append(own_bias(bias, out))
     product = wrap(compute(*arguments), out)
@@ -181,6 +191,7 @@ def distances(
 
     x1 = with_whole_features(x1)
     x2 = with_whole_features(x2)
+    # Rows and columns are apart, and features are whole, so nothing is summed over ranks.
     labels = (
         [*_batch(x1), "n", "d"],
         [*_batch(x2), "m", "d"],
@@ -210,6 +221,7 @@ def add_product(
         raise no_rule(func, (input, first, second), {}, "a product of plain tensors")
     # The rules of addition and product do the rest.
     product = matmul(torch.matmul, first, second)
+    # A factor of a partial product keeps it partial.
     if alpha != 1:
         product = dispatch(torch.mul, product, alpha)
     if beta == 1:
@@ -298,7 +310,8 @@ def cross(
     for x in operands:
         if isinstance(x, ShardTensor):
             x = unshard_dims(x, (x.dim() + from_end,))
-        vectors.append(x)
+        vectors.append(x)  # (..., 3, ...)
+    # The vectors broadcast against each other.
     spec = common_spec(vectors)
     parts = [local_operand(x, spec) for x in vectors]
     product = torch.linalg.cross(*parts, dim=from_end)

@@ -55,7 +55,12 @@ def gather(
     return wrap(found, x.spec.with_axes(dim, unsplit_axes(count)))
 
 
-def split_as(func: Callable, spec: Spec, dim: int, y: Tensor) -> Tensor:
+def split_as(
+    func: Callable,
+    spec: Spec,
+    dim: int,
+    y: Tensor,
+) -> Tensor:
     """The local part of an operand with a size of its own along dim, split as a tensor with this spec."""
     shape = global_shape(y)
     own_axes = unsplit_axes(shape[dim])
@@ -122,7 +127,12 @@ def scatter(
 
 
 @rule(*named("bucketize"))
-def bucketize(func: Callable, input: ShardTensor, boundaries: Tensor, **kwargs: Any) -> ShardTensor:
+def bucketize(
+    func: Callable,
+    input: ShardTensor,
+    boundaries: Tensor,
+    **kwargs: Any,
+) -> ShardTensor:
     """The place of each element among plain boundaries."""
     if isinstance(boundaries, ShardTensor):
         raise no_rule(func, (input, boundaries), kwargs, "boundaries must be plain")
@@ -155,6 +165,7 @@ def masked(func: Callable, input: ShardTensor, mask: Tensor) -> ShardTensor:
     spec = x.spec
     mask_dims = spec.dims[:count]
     rest = spec.dims[count:]
+    # The mask is cut as the tensor is, so that each rank selects among its own elements.
     own_mask = local_operand(sum_partial(mask), spec.with_dims(mask_dims))
     selected = local(x)[own_mask]  # (selected on this rank, ...)
 
@@ -357,7 +368,12 @@ def halo_dims(spec: Spec, mesh_dims: set[int]) -> list[int]:
     return dims
 
 
-def rows_at(grid: Tensor, rows: int, padding_mode: str, align_corners: bool | None) -> Tensor:
+def rows_at(
+    grid: Tensor,
+    rows: int,
+    padding_mode: str,
+    align_corners: bool | None,
+) -> Tensor:
     """Places -1 to 1 as places among so many rows, where they read after padding; as the plain operation does it."""
     # The ends of the grid are the middles of the outer rows with align_corners, and otherwise their outer edges.
     if align_corners:
@@ -407,7 +423,7 @@ def rows_needed(
     places: {dimension: this rank's places among its rows}. All ranks call this together; the result is the same on all.
     """
     # The first and last row that this rank needs along each dimension.
-    ends = []
+    ends = []  # low and high of one dimension after the other
     for d, at in places.items():
         n = spec.shape[d]
         if at.numel():
@@ -424,6 +440,7 @@ def rows_needed(
     gathered_ends = all_gather(own_ends, 0, one_of_each, group)  # (ranks, 2 * dimensions)
     ends_of_ranks = gathered_ends.tolist()
 
+    # Each dimension is decided by itself: a halo, or a gather.
     halos = {}
     for i, (d, (sizes, _)) in enumerate(splits.items()):
         n = spec.shape[d]

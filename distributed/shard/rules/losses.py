@@ -61,7 +61,11 @@ def averaged(loss: ShardTensor, reduction: str) -> ShardTensor:
     return dispatch(reduce, loss)
 
 
-def named_reduction(reduction: str, size_average: bool | None, reduce: bool | None) -> str:
+def named_reduction(
+    reduction: str,
+    size_average: bool | None,
+    reduce: bool | None,
+) -> str:
     """The reduction, which two deprecated arguments may give instead."""
     if size_average is None and reduce is None:
         return reduction
@@ -147,8 +151,9 @@ def class_loss(
         raise ValueError(f"{func.__name__}: target {target_shape} of input {tuple(spec.shape)}")
     part = local_operand(target, target_spec)
     smoothing = {"label_smoothing": label_smoothing} if func is F.cross_entropy else {}
-    own_weight = scale_grad_by_replicas(weight, spec)
+    own_weight = scale_grad_by_replicas(weight, spec)  # (C,)
     loss = func(local(x), part, own_weight, ignore_index=ignore_index, reduction="none", **smoothing)
+    # A sum over split dimensions is a partial tensor.
     if reduction != "mean":
         return averaged(wrap(loss, each), reduction)
 

@@ -29,7 +29,16 @@ from distributed.halo import Interval
 from distributed.shard.operands import sum_partial
 from distributed.shard.rules.attention import attend
 from distributed.shard.rules.windows import no_outputs, request, spatial
-from distributed.shard.tensor import LIBRARIES, RULES, ShardTensor, dispatch, local, no_rule, rule, wrap
+from distributed.shard.tensor import (
+    LIBRARIES,
+    RULES,
+    ShardTensor,
+    dispatch,
+    local,
+    no_rule,
+    rule,
+    wrap,
+)
 
 NAMES = "na1d", "na2d", "na3d", "neighborhood_attention_generic"
 WITHOUT_BACKWARD = ("cpu",)  # types of devices on which NATTEN cannot train

@@ -74,7 +74,7 @@ class Normal(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Gradients of x, weight and bias; one all-reduce of two numbers for each mean."""
         x, weight, bias, mean, scale = ctx.saved_tensors
-        apart = x - mean  # computed again, which takes less than to keep it
+        apart = x - mean  # computed again, because to keep it would take memory
         grad = at_least_float32(grad)
 
         # First over the dimensions along which the weight is the same: the sums over others are small.
@@ -117,6 +117,7 @@ def uniform_dims(
     *weights: Tensor | None,
 ) -> list[int]:
     """Those dims, of a tensor of `count` dimensions, along which each of some weights that broadcast has one number."""
+    # Dimensions are counted from the end, since the weight may have fewer.
     uniform = []
     for dim in dims:
         from_end = dim - count
@@ -146,6 +147,7 @@ def normalized(
     """((x - mean) / deviation * weight + bias, mean, variance) over dims; the last two have no gradient."""
     x = sum_partial(x)
     dims = tuple(dims)
+    # The weight is cut as the tensor is, where it has the same dimension.
     own_weight = None if weight is None else local_operand(weight, x.spec)
     own_bias = None if bias is None else local_operand(bias, x.spec)
     shared_by = x.spec.shares(*dims)
@@ -236,7 +238,7 @@ def rms_norm(
     if eps is None:
         eps = torch.finfo(wide.dtype).eps
     shifted = dispatch(torch.add, mean_square, eps)
-    inverse_root = dispatch(torch.rsqrt, shifted)
+    inverse_root = dispatch(torch.rsqrt, shifted)  # one number for each row
     y = dispatch(torch.mul, wide, inverse_root)
     return scaled(y, weight, None, input)
 
@@ -297,7 +299,7 @@ def batch_norm(
         shift = (0 if bias is None else bias) - running_mean * scale
         return scaled(input, of_channels(scale, input), of_channels(shift, input), input)
     channels = max(shape[1], 1)
-    count = shape.numel() // channels
+    count = shape.numel() // channels  # global: samples times points
     if count <= 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {shape}")
     dims = (0, *range(2, len(shape)))

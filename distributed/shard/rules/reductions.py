@@ -43,7 +43,11 @@ def dims_of(spec: Spec, dim: Dims) -> tuple[int, ...]:
     return tuple([d % count for d in dims]) if count else ()
 
 
-def kept(spec: Spec, dims: Sequence[int], keepdim: bool = False) -> Spec:
+def kept(
+    spec: Spec,
+    dims: Sequence[int],
+    keepdim: bool = False,
+) -> Spec:
     """The spec without dims, or with dims of size 1."""
     left: list[Axes] = []
     for d, axes in enumerate(spec.dims):
@@ -206,7 +210,11 @@ def vector_norm(
     x = sum_partial(x)
     dims = dims_of(x.spec, dim)
 
-    def norm(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    def norm(
+        x: Tensor,
+        dims: tuple[int, ...],
+        keepdim: bool,
+    ) -> Tensor:
         return torch.linalg.vector_norm(x, ord, dims, keepdim, dtype=dtype)
 
     if ord == 0:  # the number of elements that are not 0, which is a sum over the ranks
@@ -228,6 +236,7 @@ def norm(
     ord: float | str | None = None,
 ) -> ShardTensor:
     """torch.norm, Tensor.norm and torch.linalg.norm of vectors; norms of matrices have no rule."""
+    # torch.linalg calls it ord, torch.norm p.
     order = p if ord is None else ord
     if func is torch.linalg.norm and order is not None:
         is_of_one_dim = isinstance(dim, int) or len(dim or input.spec.dims) == 1
@@ -274,7 +283,11 @@ class _Moments(torch.autograd.Function):
         return mean, deviations
 
     @staticmethod
-    def backward(ctx: Any, of_mean: Tensor, of_deviations: Tensor) -> tuple[Tensor, None]:
+    def backward(
+        ctx: Any,
+        of_mean: Tensor,
+        of_deviations: Tensor,
+    ) -> tuple[Tensor, None]:
         x, mean = ctx.saved_tensors
         # The deviations do not depend on the mean: their derivative by it, a sum of x - mean, is 0.
         count = max(ctx.count, 1)
@@ -373,6 +386,7 @@ def var(
     out = deviations / freedom if freedom > 0 else deviations * math.nan
     if func.__name__ in ("std", "std_mean"):
         out = root(out)
+    # Statistics are computed at least in float32, and given in the dtype of the tensor.
     result = reduced_to(out.to(part.dtype), spec, dims, keepdim)
     average_result = reduced_to(average.to(part.dtype), spec, dims, keepdim)
     with_mean = func.__name__ in ("var_mean", "std_mean")
@@ -392,7 +406,7 @@ def cumsum(
     spec = input.spec
     part = local(input)
     (dim,) = dims_of(spec, dim)
-    out = part.cumsum(dim, dtype=dtype)
+    out = part.cumsum(dim, dtype=dtype)  # of this rank's rows alone
     split = spec.split(dim)
     if split is not None:
         _, group = split
@@ -447,7 +461,7 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        mask, count = ctx.saved_tensors
+        mask, count = ctx.saved_tensors  # this rank's extremal elements, and the number on all ranks
         return mask * (grad / count), None, None, None
 
 
@@ -495,7 +509,12 @@ def arg(
     return index
 
 
-def along(x: ShardTensor, dim: int, keepdim: bool, largest: bool) -> Any:
+def along(
+    x: ShardTensor,
+    dim: int,
+    keepdim: bool,
+    largest: bool,
+) -> Any:
     """The extremum along one dimension and its index; one gather of both if the dimension is split."""
     x = sum_partial(x)
     spec = x.spec

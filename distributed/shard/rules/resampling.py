@@ -140,7 +140,10 @@ def pool_windows(
     return along
 
 
-def left(along: dict[int, Window], splits: Splits) -> list[int]:
+def left(
+    along: dict[int, Window],
+    splits: Splits,
+) -> list[int]:
     """The padding that the plain operation has still to add, after `extended`."""
     padding = []
     for dim, window in along.items():

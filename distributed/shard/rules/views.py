@@ -20,7 +20,16 @@ from distributed.shard.operands import global_shape, gradient_spec, local_operan
 from distributed.shard.redistribute import recut
 from distributed.shard.rules.reductions import dims_of
 from distributed.shard.spec import Axes, Axis, Spec, merged, mesh_dims_of, unsplit_axes
-from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap, wrap_result
+from distributed.shard.tensor import (
+    ShardTensor,
+    dispatch,
+    local,
+    named,
+    no_rule,
+    rule,
+    wrap,
+    wrap_result,
+)
 
 Cut = dict[int, Sizes]  # {mesh dimension: sizes of its ranks}
 
@@ -145,7 +154,7 @@ def reshaped_spec(
         shape[unknown] = count // known if known else 0
     if math.prod(shape) != count:
         raise RuntimeError(f"shape '{shape}' is invalid for input of size {count}")
-    with_prefix = [d for d, axes in enumerate(spec.dims) if axes and axes[0].prefix]
+    with_prefix = [d for d, axes in enumerate(spec.dims) if axes and axes[0].prefix]  # class tokens ahead
     if with_prefix:
         dims = _regrouped_behind(spec.dims, shape, with_prefix[0], cut)
     else:
@@ -165,7 +174,12 @@ def reshaped(func: Callable, x: ShardTensor, shape: Iterable[int]) -> ShardTenso
     return in_shape(func, x, new, cut)
 
 
-def in_shape(func: Callable, x: ShardTensor, new: Spec, cut: Cut) -> ShardTensor:
+def in_shape(
+    func: Callable,
+    x: ShardTensor,
+    new: Spec,
+    cut: Cut,
+) -> ShardTensor:
     """The tensor in the shape of a result of reshaped_spec."""
     part: Tensor = x
     if cut:
@@ -176,7 +190,12 @@ def in_shape(func: Callable, x: ShardTensor, new: Spec, cut: Cut) -> ShardTensor
 
 
 @rule(*named("reshape", "view", "view_as", "reshape_as"))
-def reshape(func: Callable, input: ShardTensor, *shape: Any, **keywords: Any) -> ShardTensor:
+def reshape(
+    func: Callable,
+    input: ShardTensor,
+    *shape: Any,
+    **keywords: Any,
+) -> ShardTensor:
     """Reshape to a global shape, given as numbers, as one tuple, or by another tensor."""
     arguments = (*shape, *keywords.values())
     if any(isinstance(x, torch.dtype) for x in arguments):
@@ -189,6 +208,7 @@ def numbers(
     keywords: dict[str, Any],
 ) -> tuple[int, ...]:
     """Arguments as a tuple of numbers: 2, 3; (2, 3); a tensor of this shape; or one of them by its name."""
+    # The name of the argument depends on the function: size, shape, other, dims.
     given = given or tuple(keywords.values())
     if len(given) == 1 and isinstance(given[0], Tensor):
         return tuple(global_shape(given[0]))
@@ -219,7 +239,12 @@ def flatten(
 
 
 @rule(*named("unflatten"))
-def unflatten(func: Callable, x: ShardTensor, dim: int, sizes: Iterable[int]) -> ShardTensor:
+def unflatten(
+    func: Callable,
+    x: ShardTensor,
+    dim: int,
+    sizes: Iterable[int],
+) -> ShardTensor:
     """Distribute the axes of one dimension over several. One size may be -1."""
     shape = x.spec.shape
     dim = dim % len(shape)
@@ -236,7 +261,12 @@ def unflatten(func: Callable, x: ShardTensor, dim: int, sizes: Iterable[int]) ->
 
 
 @rule(*named("permute"))
-def permute(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> ShardTensor:
+def permute(
+    func: Callable,
+    input: ShardTensor,
+    *dims: Any,
+    **keywords: Any,
+) -> ShardTensor:
     """Reorder dimensions, given as numbers or as one tuple, together with their axes."""
     # Axes move with their dimensions, so that no element changes its rank.
     dims = numbers(dims, keywords)
@@ -252,7 +282,12 @@ def permute(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> 
 
 
 @rule(*named("transpose", "swapaxes", "swapdims"))
-def transpose(func: Callable, input: ShardTensor, dim0: int, dim1: int) -> ShardTensor:
+def transpose(
+    func: Callable,
+    input: ShardTensor,
+    dim0: int,
+    dim1: int,
+) -> ShardTensor:
     """Swap two dimensions and their axes."""
     spec = input.spec
 
@@ -286,7 +321,7 @@ def reverse_dims(func: Callable, input: ShardTensor) -> ShardTensor:
 @rule(*named("H", "mH", "adjoint"))
 def adjoint(func: Callable, input: ShardTensor) -> ShardTensor:
     """Swap the last two dimensions of the complex conjugate."""
-    transposed = transpose(func, input, -2, -1)
+    transposed = transpose(func, input, -2, -1)  # (..., M, N)
     return dispatch(torch.conj, transposed)
 
 
@@ -298,6 +333,7 @@ def complex_view(func: Callable, input: ShardTensor) -> ShardTensor:
         pairs = func(input.resolve_conj())  # (..., 2)
         real_dims = (*spec.dims, unsplit_axes(2))
         return wrap(pairs, spec.with_dims(real_dims))
+    # A number needs both of its parts.
     if spec.is_split(-1):
         raise no_rule(func, (input,), {}, "the last dimension is split")
     return wrap(func(input), spec.with_dims(spec.dims[:-1]))
@@ -324,6 +360,7 @@ def movedim(
 @rule(*named("unsqueeze"))
 def unsqueeze(func: Callable, x: ShardTensor, dim: int) -> ShardTensor:
     """Insert a dimension of size 1, without axes."""
+    # A dimension of size 1 has no axes.
     dims = x.spec.dims
     dim = dim % (len(dims) + 1)
     new = x.spec.with_dims((*dims[:dim], (), *dims[dim:]))
@@ -341,12 +378,17 @@ def squeeze(
     candidates = () if dim == () else dims_of(spec, dim)
     gone = [d for d in candidates if spec.shape[d] == 1]
     # The rule of indexing knows which rank holds the only row.
-    index = [0 if d in gone else slice(None) for d in range(len(spec.dims))]
+    index = [0 if d in gone else slice(None) for d in range(len(spec.dims))]  # 0 removes a dimension
     return dispatch(Tensor.__getitem__, x, tuple(index))
 
 
 @rule(*named("expand", "expand_as", "broadcast_to"))
-def expand(func: Callable, x: Tensor, *shape: Any, **keywords: Any) -> ShardTensor:
+def expand(
+    func: Callable,
+    x: Tensor,
+    *shape: Any,
+    **keywords: Any,
+) -> ShardTensor:
     """Expand to a global shape; -1 keeps a size. A split dimension of size 1 cannot be expanded.
 
     A plain tensor that is expanded as a ShardTensor is split as that is.

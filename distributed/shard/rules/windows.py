@@ -21,7 +21,16 @@ from torch import Tensor
 from distributed.collectives import Group, Sizes, at_least_float32, tensor_on
 from distributed.halo import HaloExchange, Interval, bounds
 from distributed.shard.operands import scale_grad_by_replicas, sum_partial
-from distributed.shard.tensor import Rule, ShardTensor, flat, local, named, no_rule, rule, wrap
+from distributed.shard.tensor import (
+    Rule,
+    ShardTensor,
+    flat,
+    local,
+    named,
+    no_rule,
+    rule,
+    wrap,
+)
 from networks.vit import PerAxis
 
 KINDS = (
@@ -85,7 +94,11 @@ class Window(NamedTuple):
         return cut(sizes, length, first_output)
 
 
-def cut(sizes: Sizes, length: int, place: Callable[..., int]) -> Sizes:
+def cut(
+    sizes: Sizes,
+    length: int,
+    place: Callable[..., int],
+) -> Sizes:
     """Sizes of `length` outputs on each rank. place(row): the first output that belongs to this row or a later one."""
     rows = sum(sizes)
     # Each end of a rank's rows becomes an end of its outputs.
@@ -178,7 +191,11 @@ def output_shape(
     return shape
 
 
-def no_outputs(x: Tensor, shape: Sequence[int], *weights: Tensor | None) -> Tensor:
+def no_outputs(
+    x: Tensor,
+    shape: Sequence[int],
+    *weights: Tensor | None,
+) -> Tensor:
     """The output of a rank that computes nothing, empty or zeros; its backward pass runs too, with gradients of 0."""
     out = x.new_zeros(shape)
     for tensor in (x, *weights):
@@ -301,7 +318,11 @@ def images(x: ShardTensor, func: Callable) -> range:
     return range(ndim - count, ndim)
 
 
-def resulting(x: ShardTensor, y: Tensor, sizes: Mapping[int, Sizes]) -> ShardTensor:
+def resulting(
+    x: ShardTensor,
+    y: Tensor,
+    sizes: Mapping[int, Sizes],
+) -> ShardTensor:
     """The local output y as a ShardTensor that is split as x. sizes: {dimension: those of all ranks}, where new."""
     # A function may change the sizes of dimensions that it does not split.
     new: dict[int, int | Sizes] = {}

@@ -22,7 +22,12 @@ from utils.torch_private import storage_id
 
 
 @rule(Tensor.__setitem__)
-def setitem(func: Callable, x: Tensor, index: Any, value: Any) -> None:
+def setitem(
+    func: Callable,
+    x: Tensor,
+    index: Any,
+    value: Any,
+) -> None:
     """Assign to slices, rows, masks and tensors of indices; every rank writes its part of the value."""
     if not isinstance(x, ShardTensor) and isinstance(value, ShardTensor):
         value = sum_partial(value)
@@ -48,7 +53,12 @@ def setitem(func: Callable, x: Tensor, index: Any, value: Any) -> None:
     _write_slices(func, x, index, value)
 
 
-def _write_slices(func: Callable, x: ShardTensor, index: Any, value: Any) -> None:
+def _write_slices(
+    func: Callable,
+    x: ShardTensor,
+    index: Any,
+    value: Any,
+) -> None:
     """Assign to what slices and numbers select."""
     items = index_items(func, x, index)
     spec, local_index = locate(func, x, items)  # spec: of x[index]
@@ -114,21 +124,19 @@ def _is_of_places(item: Any) -> bool:
     return isinstance(item, Tensor) and item.dim() > 0
 
 
-def _write_places(func: Callable, x: ShardTensor, items: list[Any], value: Any) -> None:
+def _write_places(
+    func: Callable,
+    x: ShardTensor,
+    items: list[Any],
+    value: Any,
+) -> None:
     """Assign to places that masks and tensors of indices select, in dimensions that lie side by side.
 
     The places become one mask over these dimensions, the same on every rank, of which each rank takes its part.
     """
     items = _without_ellipsis(items, x.dim())
-    # Numbers are indices too where there are tensors of them.
-    chosen = []
-    for number, item in enumerate(items):
-        if _is_of_places(item) or isinstance(item, int):
-            chosen.append(number)
+    chosen = _selecting_items(func, x, items)
     first = chosen[0]
-    are_adjacent = chosen[-1] - first + 1 == len(chosen)
-    if not are_adjacent:
-        raise no_rule(func, (x,), {}, "masks and tensors of indices that do not lie side by side")
 
     # The slices alone give a view of the tensor: (before, places, after).
     basic: list[Any] = []
@@ -159,7 +167,7 @@ def _write_places(func: Callable, x: ShardTensor, items: list[Any], value: Any) 
         check_writable(x)
         return
 
-    # In general the indices become a mask, and each place takes the last of the values that are written to it.
+    # In general the indices become a mask over the places, and a value for each of them.
     mask, order, shape = _mask_of_places(selectors, place_shape, x.device)
     over_after = mask.reshape(*mask.shape, *ones)  # (*places, 1, ...)
     if is_one_number:
@@ -171,6 +179,20 @@ def _write_places(func: Callable, x: ShardTensor, items: list[Any], value: Any) 
         changed = dispatch(torch.where, over_after, spread, view)
         dispatch(Tensor.copy_, view, changed)
     check_writable(x)
+
+
+def _selecting_items(func: Callable, x: ShardTensor, items: list[Any]) -> list[int]:
+    """The numbers of the items that select places: masks and tensors of indices, which must lie side by side."""
+    chosen = []
+    for number, item in enumerate(items):
+        # Numbers are indices too where there are tensors of them.
+        if _is_of_places(item) or isinstance(item, int):
+            chosen.append(number)
+    distance = chosen[-1] - chosen[0]
+    are_adjacent = distance + 1 == len(chosen)
+    if not are_adjacent:
+        raise no_rule(func, (x,), {}, "masks and tensors of indices that do not lie side by side")
+    return chosen
 
 
 def _without_ellipsis(items: list[Any], dims: int) -> list[Any]:
@@ -239,7 +261,12 @@ def _call(func: Callable, x: Tensor, *args: Any) -> Tensor:
     return func(x, *args)
 
 
-def _spread(value: Tensor, order: Tensor, shape: Sequence[int], after: int) -> Tensor:
+def _spread(
+    value: Tensor,
+    order: Tensor,
+    shape: Sequence[int],
+    after: int,
+) -> Tensor:
     """The value of each place, (before, *places, after), of values (before, *shape, after) or what broadcasts to it."""
     count = len(shape)
     while value.dim() < count + after:
@@ -289,7 +316,12 @@ def _write_split_mask(
         dispatch(Tensor.masked_fill_, view, over_after, value)
 
 
-def _spec_of_target(func: Callable, x: Tensor, index: Any, value: Spec) -> Spec:
+def _spec_of_target(
+    func: Callable,
+    x: Tensor,
+    index: Any,
+    value: Spec,
+) -> Spec:
     """The spec of a plain tensor of which x[index] is to hold a tensor with the spec `value`: split in the same way."""
     target = value.with_dims(map(unsplit_axes, x.shape), ())
     whole = wrap(x.detach(), target)
