@@ -25,14 +25,24 @@ END = "the end of the model"
 class LayerWatch:
     """Compares, over the ranks of a group, the calls of a model's units. Made after fully_shard."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, device: torch.device, strategy: str):
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        strategy: str,
+    ):
         from torch.distributed.fsdp import FSDPModule  # slow to import
 
-        self.group, self.device, self.strategy = group, device, strategy
+        self.group = group
+        self.device = device
+        self.strategy = strategy
         self.found: Any = None  # states of the host's generators as the model was called; None outside of its call
         self.has_drawn = False
-        modules = dict(model.named_modules())
-        units = [(name, module) for name, module in modules.items() if issubclass(type(module), FSDPModule)]
+        units = []
+        for name, module in model.named_modules():
+            if issubclass(type(module), FSDPModule):
+                units.append((name, module))
         self.names = [name for name, _ in units] + [END]
         # In front of fully_shard's own hooks, which gather.
         for number, (name, unit) in enumerate(units):
@@ -61,6 +71,7 @@ class LayerWatch:
 
     def _compare(self, number: int) -> None:
         """Raise UsageError, on every rank and in the same words, where a rank is about to call another unit."""
+        # The largest number, and with the sign turned the smallest: they differ where ranks do.
         numbers = torch.tensor([number, -number], device=self.device)
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group)
         last, first = numbers.tolist()

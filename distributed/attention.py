@@ -31,40 +31,77 @@ aten = torch.ops.aten
 
 
 def gather_attention(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, *, sizes: Sizes, group: Group, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    *,
+    sizes: Sizes,
+    group: Group,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Own queries attend to the gathered keys and values of all ranks."""
-    kv = torch.stack((k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)), 1)  # (n, 2, B, heads, d): one collective, no copy
-    k, v = all_gather(kv, 0, sizes, group).permute(1, 2, 3, 0, 4).unbind()  # (B, heads, N, d)
+    # Keys and values travel in one collective. Their tokens come first, so that gathering them needs no copy.
+    k = k.permute(2, 0, 1, 3)  # (n, B, heads, d)
+    v = v.permute(2, 0, 1, 3)
+    kv = torch.stack((k, v), 1)  # (n, 2, B, heads, d)
+    kv = all_gather(kv, 0, sizes, group)  # (N, 2, B, heads, d)
+    k, v = kv.permute(1, 2, 3, 0, 4).unbind()  # (B, heads, N, d)
     if not q.numel():
         return q * k.sum() * v.sum()  # no tokens here, but backward must take part in the collectives
     return F.scaled_dot_product_attention(q, k, v, mask, dropout_p)
 
 
 def all_to_all_attention(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, *, sizes: Sizes, group: Group, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    *,
+    sizes: Sizes,
+    group: Group,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Exchange own tokens of all heads for all tokens of own heads, attend, and exchange back.
 
     Raises ValueError if the number of heads is not a multiple of the group's size.
     """
-    heads, n, parts = q.shape[1], q.shape[2], group.size
+    heads = q.shape[1]
+    n = q.shape[2]
+    parts = group.size
     if heads % parts:
         raise ValueError(f"context parallel: all_to_all cannot split {heads} heads over {parts} ranks")
+
     # Each rank is sent its heads of own tokens, tokens outermost. The received rows, in rank order, are all tokens.
-    qkv = torch.stack((q, k, v)).unflatten(2, (parts, -1))  # (3, B, size, heads / size, n, d)
+    rows_for_each = (n,) * parts
+    qkv = torch.stack((q, k, v))  # (3, B, heads, n, d)
+    qkv = qkv.unflatten(2, (parts, -1))  # (3, B, size, heads / size, n, d)
     qkv = qkv.permute(2, 4, 0, 1, 3, 5).flatten(0, 1)  # (size * n, 3, B, heads / size, d)
-    qkv = all_to_all(qkv, (n,) * parts, sizes, group)  # (N, 3, B, heads / size, d)
+    qkv = all_to_all(qkv, rows_for_each, sizes, group)  # (N, 3, B, heads / size, d)
     q, k, v = qkv.permute(1, 2, 3, 0, 4).unbind()  # (B, heads / size, N, d)
+
+    # A mask that differs between heads is cut to the heads of this rank.
     if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
-        mask = mask.unflatten(-3, (parts, -1)).select(-4, group.rank)
-    x = F.scaled_dot_product_attention(q, k, v, mask, dropout_p)
-    x = all_to_all(x.permute(2, 0, 1, 3), sizes, (n,) * parts, group)  # (size * n, B, heads / size, d)
-    return x.unflatten(0, (parts, n)).permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
+        by_rank = mask.unflatten(-3, (parts, -1))  # (B, size, heads / size, N, N)
+        mask = by_rank.select(-4, group.rank)  # (B, heads / size, N, N)
+    x = F.scaled_dot_product_attention(q, k, v, mask, dropout_p)  # (B, heads / size, N, d)
+
+    # The same way back: each rank gets the results of its own tokens, from the rank that has the heads.
+    x = x.permute(2, 0, 1, 3)  # (N, B, heads / size, d)
+    x = all_to_all(x, sizes, rows_for_each, group)  # (size * n, B, heads / size, d)
+    x = x.unflatten(0, (parts, n)).permute(2, 1, 0, 3, 4)  # (B, n, size, heads / size, d)
+    return x.flatten(2, 3).transpose(1, 2)  # (B, heads, n, d)
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, *, sizes: Sizes, group: Group, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    *,
+    sizes: Sizes,
+    group: Group,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Pass keys and values around the ring of ranks; attend to each block that arrives, and merge the results.
 
@@ -81,15 +118,34 @@ def ring_attention(
 
 
 class _Ring(torch.autograd.Function):
+    """Attention to one block of keys after the other, as they come around the ring."""
+
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sizes: Sizes, group: Group, mask: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sizes: Sizes,
+        group: Group,
+        mask: Tensor | None,
+    ) -> Tensor:
         q = _dense(q)
         attend = kernel(q, mask)
-        ctx.sizes, ctx.group, ctx.mask = sizes, group, mask
-        out = lse = None
-        for step, kv in _blocks(torch.stack((k, v)), sizes, group):
-            if q.numel() and kv.numel():
-                out, lse = _merge(out, lse, *attend.forward(q, *kv.unbind(), *_columns(mask, sizes, group, step)))
+        ctx.sizes = sizes
+        ctx.group = group
+        ctx.mask = mask
+        out = None
+        lse = None
+        for step, kv in _blocks(torch.stack((k, v)), sizes, group):  # (2, B, heads, n_block, d)
+            is_empty = not q.numel() or not kv.numel()
+            if is_empty:
+                continue
+            k_block, v_block = kv.unbind()  # (B, heads, n_block, d)
+            columns = _columns(mask, sizes, group, step)
+            block_out, block_lse = attend.forward(q, k_block, v_block, *columns)
+            out, lse = _merge(out, lse, block_out, block_lse)
+            del block_out, block_lse  # their memory is free for the next block
         out = torch.zeros_like(q) if out is None else out.to(q.dtype)  # None: this rank has no tokens
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -97,36 +153,48 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Pass the blocks around again; the gradient of each follows it, collects all parts and ends at the owner."""
-        (q, k, v, out, lse), sizes, group, mask = ctx.saved_tensors, ctx.sizes, ctx.group, ctx.mask
-        attend, grad = kernel(q, mask), _dense(grad)
+        q, k, v, out, lse = ctx.saved_tensors
+        sizes = ctx.sizes
+        group = ctx.group
+        mask = ctx.mask
+        attend = kernel(q, mask)
+        grad = _dense(grad)
         wide = torch.promote_types(q.dtype, torch.float32)
-        dq = torch.zeros_like(q, dtype=wide)
-        own: Tensor  # gradient of this rank's keys and values
+        dq = torch.zeros_like(q, dtype=wide)  # (B, heads, n, d)
+        own: Tensor  # gradient of this rank's keys and values, (2, B, heads, n, d)
         arrive_grad: Callable[[], Tensor] | None = None
         for step, kv in _blocks(torch.stack((k, v)), sizes, group):
+            # What this rank's queries add to the gradients, (2, B, heads, n_block, d) for the block's keys and values.
             if q.numel() and kv.numel():
+                k_block, v_block = kv.unbind()
                 columns = _columns(mask, sizes, group, step)
-                dq_part, *dkv_part = attend.backward(grad, q, *kv.unbind(), out, lse, *columns)
+                dq_part, *dkv_part = attend.backward(grad, q, k_block, v_block, out, lse, *columns)
                 dq += dq_part
                 dkv = torch.stack(dkv_part).to(wide)
-                del dq_part, dkv_part
+                del dq_part, dkv_part  # their memory is free while the gradients travel
             else:
                 dkv = torch.zeros_like(kv, dtype=wide)
+
+            # The sum of the previous ranks' parts arrives one step behind its block. It travels on with ours added.
             if step == 0:
                 own = dkv
-            else:
-                dkv = dkv if arrive_grad is None else dkv.add_(arrive_grad())
-                arrive_grad = start_shift(dkv, _block_shape(dkv, sizes, group, step + 1), group)
+                continue
+            if arrive_grad is not None:
+                dkv = dkv.add_(arrive_grad())
+            next_shape = _block_shape(dkv, sizes, group, step + 1)
+            arrive_grad = start_shift(dkv, next_shape, group)
         if arrive_grad is not None:
             own += arrive_grad()
         dk, dv = own.to(k.dtype).unbind()
-        return dq.to(q.dtype), dk, dv, None, None, None
+        dq = dq.to(q.dtype)
+        return dq, dk, dv, None, None, None
 
 
 def _blocks(block, sizes, group):
     """Yield (step, block) of the ring, first this rank's own; meanwhile the next block travels. (2, B, heads, n, d)"""
     for step in range(group.size - 1):
-        arrive = start_shift(block, _block_shape(block, sizes, group, step + 1), group)
+        next_shape = _block_shape(block, sizes, group, step + 1)
+        arrive = start_shift(block, next_shape, group)
         yield step, block
         block = arrive()
     yield group.size - 1, block
@@ -134,7 +202,9 @@ def _blocks(block, sizes, group):
 
 def _block_shape(block, sizes, group, step):
     """Shape of the block that a rank holds at a step of the ring: first its own, then those of previous ranks."""
-    return (*block.shape[:3], sizes[(group.rank - step) % group.size], block.shape[4])
+    owner = (group.rank - step) % group.size
+    kv, batch, heads, _, features = block.shape
+    return (kv, batch, heads, sizes[owner], features)
 
 
 def _dense(x):
@@ -147,7 +217,9 @@ def _columns(mask, sizes, group, step):
     if mask is None:
         return ()
     owner = (group.rank - step) % group.size
-    return (mask.narrow(-1, sum(sizes[:owner]), sizes[owner]),)
+    first_key = sum(sizes[:owner])
+    columns = mask.narrow(-1, first_key, sizes[owner])  # (B, heads, n, n_block)
+    return (columns,)
 
 
 def _merge(out, lse, block_out, block_lse):
@@ -160,8 +232,10 @@ def _merge(out, lse, block_out, block_lse):
         return block_out, block_lse
     total = torch.logaddexp(lse, block_lse)
     top = _finite(total)
-    weight, block_weight = (lse - top).exp().unsqueeze(-1), (block_lse - top).exp().unsqueeze(-1)
-    return out * weight + block_out * block_weight, total
+    weight = (lse - top).exp().unsqueeze(-1)  # (B, heads, n, 1)
+    block_weight = (block_lse - top).exp().unsqueeze(-1)
+    merged = out * weight + block_out * block_weight
+    return merged, total
 
 
 def _finite(lse):
@@ -182,15 +256,21 @@ class Kernel(NamedTuple):
 
 def kernel(q: Tensor, mask: Tensor | None, device_type: str | None = None) -> Kernel:
     """The fused kernel that also returns the log-sum-exp, or Plain if there is none."""
-    device_type, d = device_type or q.device.type, q.shape[-1]
+    device_type = device_type or q.device.type
+    d = q.shape[-1]
+    # Blocks with a mask go by the formula.
     if mask is not None:
         return Plain
     if device_type == "cpu":
         return CpuFlash
-    half = q.dtype in (torch.float16, torch.bfloat16) and d % 8 == 0 and d <= 256
-    if device_type == "cuda" and half and has_flash(q.device):
+    if device_type != "cuda":
+        return Plain
+    is_half = q.dtype in (torch.float16, torch.bfloat16)
+    fits_flash = is_half and d % 8 == 0 and d <= 256
+    if fits_flash and has_flash(q.device):
         return CudaFlash
-    return CudaEfficient if device_type == "cuda" and q.dtype == torch.float32 and d % 4 == 0 else Plain
+    fits_efficient = q.dtype == torch.float32 and d % 4 == 0
+    return CudaEfficient if fits_efficient else Plain
 
 
 def has_flash(device: torch.device) -> bool:
@@ -200,56 +280,125 @@ def has_flash(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def _cuda_flash(q, k, v):
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v)
+    return out, lse
+
+
 def _cuda_flash_backward(grad, q, k, v, out, lse):
     unused = torch.empty(2, dtype=torch.int64, device=q.device)  # random state of the dropout
+    no_offsets = None  # offsets of sequences that are packed into one
+    n_queries = q.shape[2]
+    n_keys = k.shape[2]
+    dropout = 0.0
+    is_causal = False
     return aten._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, False, unused, unused
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        no_offsets,
+        no_offsets,
+        n_queries,
+        n_keys,
+        dropout,
+        is_causal,
+        unused,
+        unused,
     )
 
 
 def _cuda_efficient(q, k, v):
     """It pads the log-sum-exp to a multiple of 32 queries."""
-    out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True)[:2]
-    return out, lse[..., : q.shape[2]]
+    no_bias = None
+    wants_lse = True
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, no_bias, wants_lse)
+    n_queries = q.shape[2]
+    return out, lse[..., :n_queries]
 
 
 def _cuda_efficient_backward(grad, q, k, v, out, lse):
-    if not torch.version.hip:  # whose kernel does not pad
+    # ROCm's kernel does not pad the log-sum-exp. An infinite one gives the missing queries the weight 0.
+    if not torch.version.hip:
         lse = F.pad(lse, (0, -q.shape[2] % 32), value=torch.inf)
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # random state of the dropout
-    return aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, k, v, None, out, lse, unused, unused, 0.0, [True, True, True, False]
-    )[:3]
+    no_bias = None
+    dropout = 0.0
+    wanted = [True, True, True, False]  # gradients of q, k, v, not of the bias
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        no_bias,
+        out,
+        lse,
+        unused,
+        unused,
+        dropout,
+        wanted,
+    )
+    return dq, dk, dv
 
 
 def _plain(q, k, v, mask=None):
-    scores = _scores(q, k, mask)
-    lse = scores.logsumexp(-1)
-    return (scores - _finite(lse).unsqueeze(-1)).exp() @ v.to(scores.dtype), lse
+    scores = _scores(q, k, mask)  # (B, heads, n, n_block)
+    lse = scores.logsumexp(-1)  # (B, heads, n)
+    top = _finite(lse).unsqueeze(-1)
+    weights = (scores - top).exp()
+    out = weights @ v.to(scores.dtype)  # (B, heads, n, d)
+    return out, lse
 
 
 def _plain_backward(grad, q, k, v, out, lse, mask=None):
-    weights = (_scores(q, k, mask) - _finite(lse).unsqueeze(-1)).exp()  # (B, heads, n, n_block)
+    # The weights are computed again, since they take n times the memory of the log-sum-exp.
+    top = _finite(lse).unsqueeze(-1)  # (B, heads, n, 1)
+    weights = (_scores(q, k, mask) - top).exp()  # (B, heads, n, n_block)
     grad, q, k, v, out = (t.to(weights.dtype) for t in (grad, q, k, v, out))
-    dscores = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
-    return dscores @ k, dscores.mT @ q, weights.mT @ grad
+
+    # The gradient of a softmax is weights * (gradient of the weights - its weighted mean over the row). That mean is
+    # the product of grad and out. Each line replaces its operand, so that no more than two such matrices are held.
+    row_mean = (grad * out).sum(-1, keepdim=True)  # (B, heads, n, 1)
+    dscores = grad @ v.mT  # (B, heads, n, n_block)
+    dscores = dscores - row_mean
+    dscores = weights * dscores
+    dscores = dscores * q.shape[-1] ** -0.5
+    dq = dscores @ k
+    dk = dscores.mT @ q
+    dv = weights.mT @ grad
+    return dq, dk, dv
 
 
 def _scores(q, k, mask):
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = q.to(wide) @ k.to(wide).mT * q.shape[-1] ** -0.5
+    scores = q.to(wide) @ k.to(wide).mT  # (B, heads, n, n_block)
+    scores = scores * q.shape[-1] ** -0.5
     if mask is None:
         return scores
-    return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(~mask, -torch.inf)
+    return scores + mask
 
 
-CpuFlash = Kernel(
-    aten._scaled_dot_product_flash_attention_for_cpu,
-    lambda *args: aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, 0.0, False),
-)
-# In float16 and bfloat16 (arXiv:2205.14135).
-CudaFlash = Kernel(lambda *args: aten._scaled_dot_product_flash_attention(*args)[:2], _cuda_flash_backward)
-CudaEfficient = Kernel(_cuda_efficient, _cuda_efficient_backward)  # the memory-efficient kernel, also in float32
-Plain = Kernel(_plain, _plain_backward)  # at least in float32, also with a mask, of which it gets the block's part
+def _cpu_flash_backward(grad, q, k, v, out, lse):
+    dropout = 0.0
+    is_causal = False
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return backward(grad, q, k, v, out, lse, dropout, is_causal)
 
-METHODS = {"gather": gather_attention, "ring": ring_attention, "all_to_all": all_to_all_attention}
+
+CpuFlash = Kernel(aten._scaled_dot_product_flash_attention_for_cpu, _cpu_flash_backward)
+# This kernel takes float16 and bfloat16 (arXiv:2205.14135).
+CudaFlash = Kernel(_cuda_flash, _cuda_flash_backward)
+# The memory-efficient kernel also takes float32.
+CudaEfficient = Kernel(_cuda_efficient, _cuda_efficient_backward)
+# The formula computes at least in float32. It alone takes a mask: the part that belongs to the block.
+Plain = Kernel(_plain, _plain_backward)
+
+METHODS = {
+    "gather": gather_attention,
+    "ring": ring_attention,
+    "all_to_all": all_to_all_attention,
+}

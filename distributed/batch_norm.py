@@ -29,8 +29,10 @@ def synchronize_batch_norm(model: nn.Module, group: AnyGroup) -> None:
     what else its forward function does.
     """
     group = as_group(group)
+    if group.size == 1:
+        return
     layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    for module in layers if group.size > 1 else []:
+    for module in layers:
         module.forward = partial(_synchronized, module.forward, group)
 
 
@@ -41,38 +43,69 @@ def _synchronized(forward: Callable, group: Group, x: Tensor) -> Tensor:
 
 
 class _OverGroup(TorchFunctionMode):
+    """Inside, F.batch_norm is the one of this file, over the ranks of a group."""
+
     def __init__(self, group: Group):
         super().__init__()
         self.group = group
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
-        return batch_norm(self.group, *args, **kwargs) if func is F.batch_norm else func(*args, **kwargs)
+        if func is F.batch_norm:
+            return batch_norm(self.group, *args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def batch_norm(
-    group: Group, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
-    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
-) -> Tensor:  # fmt: skip
+    group: Group,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
     """F.batch_norm, in training over all ranks of a group. input: (B, C, ...), plain or a ShardTensor."""
     if not training:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    spec, part, replicas = None, input, group.size
+
+    # Ranks that share an image count once: a replica is a set of ranks that together hold whole images.
+    spec = None
+    part = input
+    replicas = group.size
     if isinstance(input, ShardTensor):
         input = sum_partial(input)
-        spec, part, replicas = input.spec, local(input), group.size // input.spec.mesh.joint.size
+        spec = input.spec
+        part = local(input)  # (B, C, ...) of this rank
+        replicas = group.size // spec.mesh.joint.size
         if spec.is_split(1):
             raise ValueError("sync_batchnorm: channels that are split over ranks are not supported")
+
+    # The mean comes first: the sum of squared deviations from it keeps its digits, which E[x²] - E[x]² does not.
     dims = (0, *range(2, part.dim()))
-    count = replicas * input.shape.numel() // input.shape[1]
+    values_of_channel = input.shape.numel() // input.shape[1]
+    count = replicas * values_of_channel
     with torch.no_grad():
         values = at_least_float32(part)
-        mean = reduce_from_region(values.sum(dims, keepdim=True), group) / count
-        deviations = reduce_from_region((values - mean).square().sum(dims, keepdim=True), group)
-        update(running_mean, running_var, [mean, deviations / (count - 1)], momentum)
-    weight, bias = of_channels(weight, part), of_channels(bias, part)
-    scale = (deviations / count + eps).rsqrt()
-    y = _NormalAround.apply(part, weight, bias, mean, scale, dims, ((count,), group))
+        own_sum = values.sum(dims, keepdim=True)  # (1, C, 1, ...)
+        mean = reduce_from_region(own_sum, group) / count
+        own_squares = (values - mean).square().sum(dims, keepdim=True)
+        squares = reduce_from_region(own_squares, group)
+        unbiased_variance = squares / (count - 1)
+        update(running_mean, running_var, [mean, unbiased_variance], momentum)
+    weight = of_channels(weight, part)  # (C,) -> (1, C, 1, ...)
+    bias = of_channels(bias, part)
+    scale = (squares / count + eps).rsqrt()
+    shared_by = ((count,), group)
+    y = _NormalAround.apply(part, weight, bias, mean, scale, dims, shared_by)
     return y if spec is None else wrap(y, spec)
 
 
@@ -81,18 +114,31 @@ class _NormalAround(Normal):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, scale: Tensor,
-        dims: tuple[int, ...], shared_by: Shares,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        scale: Tensor,
+        dims: tuple[int, ...],
+        shared_by: Shares,
+    ) -> Tensor:
         """Local parts that broadcast against x -> the shape of x. The backward pass needs x alone."""
         ctx.save_for_backward(x, weight, bias, mean, scale)
-        ctx.dims, ctx.shared_by = dims, shared_by
+        ctx.dims = dims
+        ctx.shared_by = shared_by
         factor = scale if weight is None else scale * weight
-        y = (x - mean).mul_(factor)
-        y = y if bias is None else y.add_(bias)
+        y = (x - mean).mul_(factor)  # in place, since the difference is a tensor of its own
+        if bias is not None:
+            y = y.add_(bias)
         return y.to(autocast_dtype(x))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any,
+        grad: Tensor,
+        *_: Tensor,
+    ) -> tuple[Tensor | None, ...]:
         """Gradients as those of Normal: it has one argument less."""
-        return (*Normal.backward(ctx, grad), None)
+        gradients = Normal.backward(ctx, grad)
+        return (*gradients, None)

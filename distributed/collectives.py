@@ -44,16 +44,24 @@ AnyGroup = Group | dist.ProcessGroup | DeviceMesh | None
 
 def as_group(group: AnyGroup) -> Group:
     """The Group of a ProcessGroup, of a DeviceMesh with one dimension, or of None (this process alone)."""
+    if group is None:
+        return Group("", 0, 1)
     if isinstance(group, Group):
         return group
     if isinstance(group, DeviceMesh):
         group = group.get_group()
-    return Group(group.group_name, dist.get_rank(group), group.size()) if group is not None else Group("", 0, 1)
+    rank = dist.get_rank(group)
+    return Group(group.group_name, rank, group.size())
 
 
-def tensor_on(device: torch.device, values: Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
+def tensor_on(
+    device: torch.device,
+    values: Sequence[float],
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """A small tensor of host values on a device; unlike torch.tensor(values, device=device) the host does not wait."""
-    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    on_host = torch.tensor(values, dtype=dtype)
+    return on_host.to(device, non_blocking=True)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -64,7 +72,8 @@ def at_least_float32(x: Tensor) -> Tensor:
 def shard(full: Tensor, dim: int, rank: int, size: int) -> Tensor:
     """View of the piece of a tensor for a rank of a group: (..., n, ...) -> (..., n_rank, ...)."""
     sizes = shard_sizes(full.shape[dim], size)
-    return full.narrow(dim, sum(sizes[:rank]), sizes[rank])
+    start = sum(sizes[:rank])
+    return full.narrow(dim, start, sizes[rank])
 
 
 def copy_to_region(x: Tensor, group: Group) -> Tensor:
@@ -97,7 +106,12 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sizes, group: Group) -> Tensor:
     return _apply(_reduce_scatter, _all_gather, x, group, dim, sizes)
 
 
-def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+def all_to_all(
+    x: Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    group: Group,
+) -> Tensor:
     """Send sent[i] rows to rank i, receive received[i] rows from it: (sum(sent), ...) -> (sum(received), ...)."""
     return _apply(_all_to_all, _all_to_all_back, x, group, sent, received)
 
@@ -131,14 +145,26 @@ def divide_gradient(x: Tensor, n: int) -> Tensor:
 
 
 class _Pair(torch.autograd.Function):
+    """A collective forward, and its transpose backward. Both are called with the same further arguments."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Callable, backward: Callable, *args: Any) -> Tensor:
-        ctx.transpose, ctx.args = backward, args
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        forward: Callable,
+        backward: Callable,
+        *args: Any,
+    ) -> Tensor:
+        ctx.transpose = backward
+        ctx.args = args
         return forward(x, *args)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.transpose(grad, *ctx.args), None, None, *(None for _ in ctx.args)
+        grad_x = ctx.transpose(grad, *ctx.args)
+        # The two functions and their arguments have no gradient.
+        none_each = [None] * (2 + len(ctx.args))
+        return grad_x, *none_each
 
 
 def _apply(forward, backward, x, group, *args):
@@ -150,6 +176,7 @@ def _apply(forward, backward, x, group, *args):
 
 
 def _identity(x, _):
+    # Autograd needs another tensor than the input; a view costs no memory.
     return x.view_as(x)
 
 
@@ -162,7 +189,8 @@ def _times_size(x, group):
 
 
 def _own_slice(x, group, dim, sizes):
-    return x.narrow(dim, sum(sizes[: group.rank]), sizes[group.rank])
+    start = sum(sizes[: group.rank])
+    return x.narrow(dim, start, sizes[group.rank])  # (..., sizes[rank], ...)
 
 
 def _all_reduce(x, group):
@@ -171,23 +199,37 @@ def _all_reduce(x, group):
 
 def _all_gather(x, group, dim, sizes):
     # The collective needs equal sizes, so shorter slices are padded.
-    x = _pad(x, dim, max(sizes)).contiguous()
-    joined = _finished(ops.all_gather_into_tensor, x, group.size, group.name)  # (size * n_0, n_1, ...)
-    joined = joined.unflatten(0, (group.size, x.shape[0]))
-    if min(sizes) == max(sizes):
-        return joined.movedim(0, dim).flatten(dim, dim + 1)  # no copy if dim is the first dimension
-    return torch.cat([part.narrow(dim, 0, n) for part, n in zip(joined.unbind(), sizes, strict=True)], dim)
+    longest = max(sizes)
+    x = _pad(x, dim, longest).contiguous()  # (n_0, ..., longest, ...)
+    joined = _finished(ops.all_gather_into_tensor, x, group.size, group.name)  # (size * n_0, ..., longest, ...)
+    joined = joined.unflatten(0, (group.size, x.shape[0]))  # (size, n_0, ..., longest, ...)
+    if min(sizes) == longest:
+        # The ranks' axis moves in front of dim. Nothing is copied if dim is the first dimension.
+        return joined.movedim(0, dim).flatten(dim, dim + 1)  # (n_0, ..., size * longest, ...)
+    slices = []
+    for part, length in zip(joined.unbind(), sizes, strict=True):
+        slices.append(part.narrow(dim, 0, length))
+    return torch.cat(slices, dim)  # (n_0, ..., sum(sizes), ...)
 
 
 def _reduce_scatter(x, group, dim, sizes):
-    if dim > 0 or min(sizes) < max(sizes):  # otherwise the slices are already contiguous
-        x = torch.cat([_pad(part, dim, max(sizes)) for part in x.split(sizes, dim)])
+    longest = max(sizes)
+    has_uneven_slices = min(sizes) < longest
+    # The collective cuts equal pieces off the first dimension, so the slices must lie there, padded.
+    if dim > 0 or has_uneven_slices:
+        slices = [_pad(part, dim, longest) for part in x.split(sizes, dim)]
+        x = torch.cat(slices)  # (size * n_0, ..., longest, ...)
     summed = _finished(ops.reduce_scatter_tensor, x.contiguous(), "sum", group.size, group.name)
-    return summed.narrow(dim, 0, sizes[group.rank])
+    return summed.narrow(dim, 0, sizes[group.rank])  # (n_0, ..., sizes[rank], ...)
 
 
 def _pad(x, dim, length):
-    return x if x.shape[dim] == length else F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, length - x.shape[dim]])
+    missing = length - x.shape[dim]
+    if missing == 0:
+        return x
+    # F.pad takes a pair (before, after) for each dimension, the last dimension first.
+    later_dims = [0, 0] * (x.ndim - 1 - dim)
+    return F.pad(x, [*later_dims, 0, missing])
 
 
 def _all_to_all(x, group, sent, received):
@@ -195,35 +237,53 @@ def _all_to_all(x, group, sent, received):
 
 
 def _finished(collective, x, *args):
+    """Run a functional collective and wait for its result."""
     if x.is_complex():
-        return torch.view_as_complex(_finished(collective, torch.view_as_real(x.resolve_conj()), *args))
-    args = (x, *args)
+        # Complex numbers travel as pairs, the real and the imaginary part: (...) -> (..., 2).
+        pairs = torch.view_as_real(x.resolve_conj())
+        result = _finished(collective, pairs, *args)
+        return torch.view_as_complex(result)
     if torch.compiler.is_compiling():
-        return ops.wait_tensor(collective(*args))
+        return ops.wait_tensor(collective(x, *args))
     with torch._C._AutoDispatchBelowAutograd():  # skips torch's slow autograd wrapper; _Pair is ours
-        return ops.wait_tensor(collective(*args))
+        return ops.wait_tensor(collective(x, *args))
 
 
 def _all_to_all_back(grad, group, sent, received):
     return _all_to_all(grad, group, received, sent)
 
 
-def start_shift(x: Tensor, shape: Sequence[int], group: Group) -> Callable[[], Tensor]:
+def start_shift(
+    x: Tensor,
+    shape: Sequence[int],
+    group: Group,
+) -> Callable[[], Tensor]:
     """Send x to the next rank of the ring. Call the result to get the previous rank's tensor, of `shape`.
 
     Computation between these two calls overlaps with the exchange. Not differentiable: for use in autograd functions.
     """
-    sent, received = [0] * group.size, [0] * group.size
-    sent[(group.rank + 1) % group.size] = x.numel()
-    received[(group.rank - 1) % group.size] = torch.Size(shape).numel()
-    coming = start_all_to_all(x.reshape(-1), sent, received, group)
-    return lambda: wait(coming).view(shape)
+    # A step of the ring is an all-to-all in which each rank sends to the next one only.
+    next_rank = (group.rank + 1) % group.size
+    previous_rank = (group.rank - 1) % group.size
+    sent = [0] * group.size
+    received = [0] * group.size
+    sent[next_rank] = x.numel()
+    received[previous_rank] = torch.Size(shape).numel()
+    pending = start_all_to_all(x.reshape(-1), sent, received, group)
+    return lambda: wait(pending).view(shape)
 
 
-def start_all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+def start_all_to_all(
+    x: Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    group: Group,
+) -> Tensor:
     """As all_to_all, which it only begins: what it returns is there after `wait`. Not differentiable."""
     if x.is_complex():
-        return torch.view_as_complex(start_all_to_all(torch.view_as_real(x.resolve_conj()), sent, received, group))
+        pairs = torch.view_as_real(x.resolve_conj())  # (..., 2)
+        pending = start_all_to_all(pairs, sent, received, group)
+        return torch.view_as_complex(pending)
     return ops.all_to_all_single(x, received, sent, group.name)
 
 

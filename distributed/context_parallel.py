@@ -40,16 +40,20 @@ def context_parallel(model: SplittableTransformer, group: AnyGroup, method: str 
         return
     if not hasattr(model.head, "grid"):
         raise LayoutError("context parallel: the model's head gives no image; domain parallelism splits such a model")
-    rows, *others = model.head.grid
+    rows, *others = model.head.grid  # rows and columns of patches
     if group.size > rows:
         raise LayoutError(f"context parallel: {rows} rows of patches cannot be split over {group.size} ranks")
     sizes = shard_sizes(rows, group.size)  # rows of patches of every rank
     row = torch.Size(others).numel()  # tokens of a row of patches
+    tokens_of_ranks = tuple([n * row for n in sizes])
     for block in model.blocks:
         check_attention(block.attn, method, group.size, "context parallel")
-        block.attn.attend = partial(METHODS[method], sizes=tuple(n * row for n in sizes), group=group)
-    start = sum(sizes[: group.rank])
-    model.pos_embed.tokens = slice(start * row, (start + sizes[group.rank]) * row)  # those of this rank's band
+        block.attn.attend = partial(METHODS[method], sizes=tokens_of_ranks, group=group)
+
+    # The position embedding adds the positions of this rank's band, and the head makes an image of the band.
+    start = sum(tokens_of_ranks[: group.rank])
+    end = start + tokens_of_ranks[group.rank]
+    model.pos_embed.tokens = slice(start, end)
     model.head.grid = (sizes[group.rank], *others)
 
 
@@ -58,7 +62,7 @@ def check_attention(attention: SplittableAttention, method: str, ranks: int, kin
 
     The layer may already be split over tensor-parallel ranks. kind: the kind of parallelism, for the message.
     """
-    heads = attention.proj.in_features // attention.head_dim
+    heads = attention.proj.in_features // attention.head_dim  # of this rank, under tensor parallelism
     if method == "all_to_all" and heads % ranks:
         raise LayoutError(f"{kind}: all_to_all cannot split {heads} heads over {ranks} ranks")
     if method == "ring" and attention.dropout:
@@ -71,6 +75,9 @@ def l2_norms(*tensors: Tensor, group: AnyGroup) -> tuple[Tensor, ...]:
     Forward is one all-reduce of (len(tensors), B) numbers; backward communicates nothing. The gradients are those of a
     serial loss after data parallelism has averaged them over this group too: see the top of this file.
     """
-    squares = torch.stack([torch.linalg.vector_norm(t, dim=1) for t in tensors]).square()
+    norms = [torch.linalg.vector_norm(t, dim=1) for t in tensors]
+    squares = torch.stack(norms).square()  # (tensors, B)
     total = sum_over_ranks(squares, as_group(group))
-    return total.clamp_min(torch.finfo(total.dtype).tiny).sqrt().unbind()  # clamp: no NaN gradient at an error of 0
+    # The square root has no NaN gradient at an error of 0 if its argument is at least the smallest normal number.
+    tiny = torch.finfo(total.dtype).tiny
+    return total.clamp_min(tiny).sqrt().unbind()

@@ -62,7 +62,11 @@ class DataParallelOptions:
 
 
 def fully_shard_model(
-    model: nn.Module, options: DataParallelOptions, device: torch.device, apart: Collection[str], usage: Usage
+    model: nn.Module,
+    options: DataParallelOptions,
+    device: torch.device,
+    apart: Collection[str],
+    usage: Usage,
 ) -> set[str]:
     """Split the parameters over the data-parallel ranks, with zero2, fsdp or hsdp; other strategies keep them whole.
 
@@ -76,12 +80,17 @@ def fully_shard_model(
     for parameter in model.parameters():
         if not parameter.is_contiguous():  # a part of it is one piece of memory
             parameter.data = parameter.data.contiguous()
+    # Which weights are gathered together, and whether the model can be trained so.
     shared = share_out(model, usage, options.wrap_policy, options.wrap_min_params, apart)
     units = shared.units
     check_recomputation(model, units, usage, options)
     check_writes(usage, shared.whole | set(apart), options.data_parallel)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    gathered = {unit: [names[weight] for weight in shared.weights[unit]] for unit in (model, *units)}
+    gathered = {}  # {unit: names of the weights that it gathers}
+    for unit in (model, *units):
+        gathered[unit] = [names[weight] for weight in shared.weights[unit]]
+
+    # How they are gathered: over which ranks, for how long, and in which dtype.
     dtype = GATHER_DTYPES[options.gather_dtype]
     pins = device_module(device, "Stream") is not None  # copies from pinned memory go on beside computation
     offload = CPUOffloadPolicy(pin_memory=pins) if options.cpu_offload else OffloadPolicy()
@@ -96,13 +105,17 @@ def fully_shard_model(
     # The root first: it may take weights that lie in units, where torch would not look for them later.
     for module in (model, *units):
         others = set(module.parameters()) - shared.weights[module]
-        fully_shard(module, mp_policy=of_root if module is model else of_unit, ignored_params=others, **common)
+        policy = of_root if module is model else of_unit
+        fully_shard(module, mp_policy=policy, ignored_params=others, **common)
     if usage.varies:
         WriteWatch(model, gathered, options.data_parallel)
     if options.prefetch:
+        # Each unit begins to gather the next ones, in the order in which they compute.
         for ahead, direction in ((units, "forward"), (units[::-1], "backward")):
             for i, unit in enumerate(ahead):
-                getattr(unit, f"set_modules_to_{direction}_prefetch")(ahead[i + 1 : i + 1 + options.prefetch])
+                next_units = ahead[i + 1 : i + 1 + options.prefetch]
+                prefetch = getattr(unit, f"set_modules_to_{direction}_prefetch")
+                prefetch(next_units)
     if dtype is not None:
         model.forward = naming_gather_dtype(model.forward, options)
     return shared.whole
@@ -114,7 +127,10 @@ def is_sharded(options: DataParallelOptions) -> bool:
 
 
 def check_recomputation(
-    model: nn.Module, modules: Iterable[nn.Module], usage: Usage, options: DataParallelOptions
+    model: nn.Module,
+    modules: Iterable[nn.Module],
+    usage: Usage,
+    options: DataParallelOptions,
 ) -> None:
     """Raise LayoutError for modules that a reentrant checkpoint runs several times before gradients are reduced.
 
@@ -177,13 +193,7 @@ def data_parallel(
         synchronize_batch_norm(model, comm.get_group("grad_reduce"))
     whole: set[str] = set()
     for module in modules:
-        whole |= fully_shard_model(module, options, device, split.specs, usage)
-        with keep_ties(module):
-            allocate(module, device, options.cpu_offload)
-        group = comm.get_group("grad_reduce")
-        shares_parameters = options.data_parallel in SHARDED and comm.get_size("dp") > 1
-        if group and shares_parameters:
-            LayerWatch(module, group, device, options.data_parallel)
+        whole |= _share_out_and_allocate(module, options, device, split, usage)
     if whole and options.amp_mode == "fp16":  # torch's gradient scaler takes no mixture of DTensors and plain tensors
         raise LayoutError(
             f"{options.data_parallel} with amp_mode fp16 cannot share out '{min(whole)}': use bf16, or ddp"
@@ -191,13 +201,19 @@ def data_parallel(
     fill_weights(model, weights, split)
     if is_sharded(options) and usage.varies:
         gather_once(model)
+    # DistributedDataParallel reduces the gradients of what is left. It wants something to do.
     trained = [name for name, p in model.named_parameters() if p.requires_grad and name not in split.specs]
-    is_reduced = options.data_parallel not in SHARDED and comm.get_size("grad_reduce") > 1 and not options.noddp
-    replicated = is_reduced and bool(trained)  # DistributedDataParallel wants something to do
+    keeps_whole = options.data_parallel not in SHARDED
+    is_reduced = keeps_whole and comm.get_size("grad_reduce") > 1 and not options.noddp
+    replicated = is_reduced and bool(trained)
     notes = []
     if replicated:
         if options.gradient_accumulation > 1:  # otherwise the first step tells what each one has
-            with_weights = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
+            with_weights = []
+            for module in model.modules():
+                own_weights = list(module.parameters(recurse=False))
+                if own_weights:
+                    with_weights.append(module)
             check_recomputation(model, with_weights, usage, options)
         unused = why_unused(trained, usage, options, split)
         if unused:
@@ -214,6 +230,25 @@ def data_parallel(
     return ParallelModel(model, modules[0], split, replicated, pipeline, whole, notes)
 
 
+def _share_out_and_allocate(
+    module: nn.Module,
+    options: DataParallelOptions,
+    device: torch.device,
+    split: Split,
+    usage: Usage,
+) -> set[str]:
+    """Give a module memory for what this rank keeps of it. Returns the names of parameters that stay whole."""
+    whole = fully_shard_model(module, options, device, split.specs, usage)
+    with keep_ties(module):
+        allocate(module, device, options.cpu_offload)
+    # Ranks with other samples may draw other layers.
+    group = comm.get_group("grad_reduce")
+    shares_parameters = options.data_parallel in SHARDED and comm.get_size("dp") > 1
+    if group and shares_parameters:
+        LayerWatch(module, group, device, options.data_parallel)
+    return whole
+
+
 def check_types(model: nn.Module, options: DataParallelOptions) -> None:
     """Raise LayoutError, naming a weight, where a strategy cannot share out weights of its type."""
     if options.data_parallel == "ddp" or comm.get_size("grad_reduce") == 1:
@@ -224,9 +259,10 @@ def check_types(model: nn.Module, options: DataParallelOptions) -> None:
             raise LayoutError(f"{options.data_parallel} cannot share out the complex weight '{name}': use ddp")
         first, other = trained[0]
         if options.data_parallel == "zero1" and parameter.dtype != other.dtype:
-            types = [str(each.dtype).removeprefix("torch.") for each in (other, parameter)]
+            first_type = str(other.dtype).removeprefix("torch.")
+            other_type = str(parameter.dtype).removeprefix("torch.")
             raise LayoutError(
-                f"zero1 shares out weights of one type: '{first}' is in {types[0]}, '{name}' in {types[1]}: "
+                f"zero1 shares out weights of one type: '{first}' is in {first_type}, '{name}' in {other_type}: "
                 "use ddp or fsdp"
             )
 
@@ -258,21 +294,29 @@ def allocate(module: nn.Module, device: torch.device, cpu_offload: bool) -> None
     """Give a module on the meta device memory; with cpu_offload in host memory for what fully_shard has split."""
 
     def empty(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device="cpu" if cpu_offload and is_dtensor(tensor) else device)
+        is_offloaded = cpu_offload and is_dtensor(tensor)
+        return torch.empty_like(tensor, device="cpu" if is_offloaded else device)
 
     module._apply(empty)  # as to_empty, which knows one device for all tensors
 
 
 def replicate(
-    module: nn.Module, options: DataParallelOptions, device: torch.device, split: Split, find_unused: bool = False
+    module: nn.Module,
+    options: DataParallelOptions,
+    device: torch.device,
+    split: Split,
+    find_unused: bool = False,
 ) -> DistributedDataParallel:
     """DistributedDataParallel: it averages gradients, bucket by bucket, while the backward pass still runs.
 
     find_unused: it looks in each step for weights that get no gradient. Otherwise all steps are like the first.
     """
-    ignored = [*split.specs, *(name for name, _ in module.named_buffers())]  # ParallelModel.share_buffers shares these
+    # Parameters that are split over domain ranks are reduced by finish_gradients, buffers by share_buffers.
+    buffers = [name for name, _ in module.named_buffers()]
+    ignored = [*split.specs, *buffers]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
-    with on_capture_stream() if options.enable_cuda_graphs else contextlib.nullcontext():
+    stream = on_capture_stream() if options.enable_cuda_graphs else contextlib.nullcontext()
+    with stream:
         ddp = DistributedDataParallel(
             module,
             device_ids=[device] if device.type != "cpu" else None,
@@ -294,7 +338,9 @@ def reduce_in_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.f
 
 
 def build_zero1_optimizer(
-    optimizer_class: Callable[..., torch.optim.Optimizer], groups: Sequence[dict[str, Any]], **options: Any
+    optimizer_class: Callable[..., torch.optim.Optimizer],
+    groups: Sequence[dict[str, Any]],
+    **options: Any,
 ) -> torch.optim.Optimizer:
     """An optimizer whose state is shared out: each rank updates its share of the parameters and broadcasts them.
 

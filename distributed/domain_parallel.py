@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,18 @@ class Domain:
     """How images of one size are split over the domain ranks. mesh: the result of domain_mesh."""
 
     def __init__(self, mesh: DeviceMesh, img_size: Sequence[int], patch_size: PerAxis):
-        self.mesh, patch = as_mesh(mesh), per_axis(patch_size, len(img_size))
+        self.mesh = as_mesh(mesh)
+        patch = per_axis(patch_size, len(img_size))
+        patches = [n // p for n, p in zip(img_size, patch, strict=True)]  # along each axis
+
+        # The axes of the image in points, and of the grid in patches: both are split in the same places.
         axes = [unsplit_axes(n) for n in img_size]
-        self.grid = [unsplit_axes(n // p) for n, p in zip(img_size, patch, strict=True)]  # of patches
+        self.grid = [unsplit_axes(n) for n in patches]
         cuts = [cut for cut in image_cuts(img_size, patch) if cut.mesh_dim != "cp"]
         for mesh_dim, (axis, sizes, _) in enumerate(cuts):
+            patch_sizes = tuple([n // patch[axis] for n in sizes])
             axes[axis] = (Axis(img_size[axis], mesh_dim, sizes),)
-            self.grid[axis] = (Axis(img_size[axis] // patch[axis], mesh_dim, tuple(n // patch[axis] for n in sizes)),)
+            self.grid[axis] = (Axis(patches[axis], mesh_dim, patch_sizes),)
         self.image = Spec(self.mesh, tuple(axes))
 
     def spec(self, samples: int, channels: int) -> Spec:
@@ -82,11 +88,14 @@ class Domain:
 
     def token_axes(self) -> Axes:
         """The axes of the dimension of tokens: the patches of an image, row by row."""
-        return merged([axis for axes in self.grid for axis in axes])
+        return merged(chain.from_iterable(self.grid))
 
 
 def domain_parallel(
-    model: nn.Module, img_size: Sequence[int], patch_size: PerAxis, method: str = "gather"
+    model: nn.Module,
+    img_size: Sequence[int],
+    patch_size: PerAxis,
+    method: str = "gather",
 ) -> Domain | None:
     """Let a model, in place, work on this rank's part of an image: (B, C, h, w) -> its part of the output.
 
@@ -98,7 +107,8 @@ def domain_parallel(
     parallelism comes before.
     """
     set_attention_method(method)
-    mesh, ranks = domain_mesh(), comm.get_size("domain")
+    mesh = domain_mesh()
+    ranks = comm.get_size("domain")
     if mesh is None:
         return None
     find_libraries()
@@ -133,6 +143,7 @@ def refusing_compiled_functions(forward: Callable[..., Any]) -> Callable[..., An
         try:
             return forward(*args)
         except RuntimeError as error:
+            # The compiler is slow to import. A program that has not imported it has compiled nothing.
             compiler = sys.modules.get("torch._dynamo.exc")
             if compiler is not None and isinstance(error, compiler.TorchDynamoException):
                 raise compiled_by_the_model(error) from error
@@ -144,9 +155,11 @@ def refusing_compiled_functions(forward: Callable[..., Any]) -> Callable[..., An
 def compiled_by_the_model(error: RuntimeError) -> UsageError:
     """The refusal of a compiled function, with the model's line that called it. error: of torch's compiler."""
     place = ""
+    # The last frame outside of torch and of ShardTensor is the innermost line of the model.
     for frame in traceback.extract_tb(error.__traceback__):
         if not frame.filename.startswith(INSIDE):
-            place = f" ({Path(frame.filename).name}, line {frame.lineno})"
+            file = Path(frame.filename)
+            place = f" ({file.name}, line {frame.lineno})"
     return UsageError(
         f"a function is compiled by the model itself{place}, and domain parallel splits what it is given: take "
         "torch.compile out of the model; --enable_jit compiles its blocks"
@@ -173,9 +186,11 @@ class OnParts:
             for transform in self.transforms:
                 region = transform(region)
             self.regions.append((x.spec, region))
-        return wrap(region(local(x), *others, **named), x.spec)
+        part = region(local(x), *others, **named)
+        return wrap(part, x.spec)
 
     def _on_part(self, spec, part, *others, **named):
+        """The forward function between plain tensors: the local part of the input -> that of the output."""
         y = self.forward(wrap(part, spec), *others, **named)
         if y.spec != spec:
             raise ValueError(
@@ -200,9 +215,10 @@ def shard_parameters(
     specs = {}
     for name, dims in partition.items():
         owner, _, attribute = name.rpartition(".")
-        module, spec = model.get_submodule(owner), Spec(as_mesh(mesh), tuple(dims))
+        module = model.get_submodule(owner)
+        spec = Spec(as_mesh(mesh), tuple(dims))
         parameter = module.get_parameter(attribute)
-        part = part_of(parameter.detach(), spec).clone()
+        part = part_of(parameter.detach(), spec).clone()  # a view would keep the whole
         setattr(module, attribute, nn.Parameter(part, parameter.requires_grad))
         _show_as_sharded(module, attribute, spec, dtype)
         specs[name] = spec
@@ -213,8 +229,10 @@ def _show_as_sharded(module, attribute, spec, dtype):
     """Let the module see its parameter as a ShardTensor; for everybody else it stays the plain local part."""
 
     def get(self):
-        return wrap(self._parameters[attribute].to(dtype=dtype), spec)
+        part = self._parameters[attribute].to(dtype=dtype)
+        return wrap(part, spec)
 
+    # A property of the class hides what the module itself holds. So the module gets a class of its own.
     cls = type(module)
     module.__class__ = type(f"Sharded{cls.__name__}", (cls,), {attribute: property(get)})
 
@@ -228,9 +246,11 @@ def split_images(model: nn.Module, options: DomainOptions) -> Split:
     Raises UsageError where heads, hidden features or patches cannot be split, and for ring attention with dropout.
     """
     with reported_as_usage_error(ValueError, options.config):
-        split, patch_size = Split(), points_kept_together(model)
+        split = Split()
+        patch_size = points_kept_together(model)
         set_fallback(options.domain_fallback)
         ties = tied_names(model)
+        # Tensor parallelism comes first: it looks for plain layers.
         if comm.get_size("tp") > 1:
             split.dims = tensor_parallel(model, comm.get_group("tp"))
             tie_pieces(model, ties, "tensor parallel")
@@ -238,10 +258,14 @@ def split_images(model: nn.Module, options: DomainOptions) -> Split:
         if domain is None:
             return split
         split.cuts = image_cuts(options.img_size, patch_size)
+
+        # The position embedding has a row for each token: each rank keeps the rows of its own tokens.
         strategy = options.data_parallel
-        plain = strategy == "ddp" or (strategy != "zero1" and options.amp_mode != "fp16")
+        takes_mixture = strategy == "ddp" or (strategy != "zero1" and options.amp_mode != "fp16")
         is_shared = any(POSITIONS in names for names in ties)
-        if plain and isinstance(model, Transformer) and not is_shared:
-            axes = (domain.token_axes(), unsplit_axes(model.pos_embed.weight.shape[1]))
-            split.specs = shard_parameters(model, domain.mesh, {POSITIONS: axes}, GATHER_DTYPES[options.gather_dtype])
+        if takes_mixture and isinstance(model, Transformer) and not is_shared:
+            features = model.pos_embed.weight.shape[1]
+            axes = (domain.token_axes(), unsplit_axes(features))
+            dtype = GATHER_DTYPES[options.gather_dtype]
+            split.specs = shard_parameters(model, domain.mesh, {POSITIONS: axes}, dtype)
         return split

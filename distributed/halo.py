@@ -30,7 +30,8 @@ Counts = list[int]  # of rows, by rank
 
 def bounds(sizes: Sequence[int]) -> list[Interval]:
     """The interval [first, last) of each shard: (4, 3) -> [(0, 4), (4, 7)]."""
-    return [(last - n, last) for n, last in zip(sizes, accumulate(sizes), strict=True)]
+    ends = accumulate(sizes)
+    return [(last - n, last) for n, last in zip(sizes, ends, strict=True)]
 
 
 class HaloExchange:
@@ -61,7 +62,8 @@ class HaloExchange:
                 f"halo exchange over {group.size} ranks: sizes {tuple(sizes)} and {len(intervals)} intervals, and "
                 f"{x.shape[dim]} rows on rank {group.rank}; every rank has one size, one interval, and so many rows"
             )
-        # A compiler traces through the planning: it cannot look into a cache.
+        # Every step repeats the same exchanges, so their plans are cached. A compiler traces through the planning,
+        # because it cannot look into a cache.
         compiling = torch.compiler.is_compiling()
         make_plan = _plan.__wrapped__ if compiling else _plan
         omit_outside = fill is None
@@ -81,7 +83,8 @@ class HaloExchange:
 
     def _begin(self, x: Tensor, group: Group, compiling: bool) -> None:
         """Start the exchange; self.finish() waits for it and returns the rows of others, rows outermost."""
-        blocks, dim = self.plan.sent, self.dim
+        blocks = self.plan.sent
+        dim = self.dim
         sent = _counts(blocks)
         received = _counts(self.plan.received)
         if compiling:  # the compiler orders operations itself, so that one blocking exchange is enough
@@ -101,9 +104,10 @@ class HaloExchange:
         place = self.plan.first  # the row of the whole dimension at which the next piece begins
         for i, piece in enumerate(self.plan.pieces):
             # The rows of the piece that lie in [first, last), counted from the beginning of the piece.
+            end = place + piece.rows
             low = max(first, place) - place
-            high = min(last, place + piece.rows) - place
-            place += piece.rows
+            high = min(last, end) - place
+            place = end
             if low >= high:
                 continue
             if piece.owner is None:
@@ -123,7 +127,8 @@ class HaloExchange:
         """Rows outside of the whole dimension."""
         shape = list(self.own.shape)
         shape[self.dim] = rows
-        return self.own.new_full(shape, self.fill).contiguous(memory_format=self.format)
+        filled = self.own.new_full(shape, self.fill)  # (..., rows, ...)
+        return filled.contiguous(memory_format=self.format)
 
     def _arrive(self):
         """{piece of the interval: its rows} for the pieces from other ranks.
@@ -135,7 +140,8 @@ class HaloExchange:
         if not blocks:
             blocks = [_Block(None, 0, 0)]
         arrived = {}
-        for block, rows in zip(blocks, _unpacked(self.finish(), self.dim, blocks), strict=True):
+        packed = self.finish()  # (rows of all blocks, ...)
+        for block, rows in zip(blocks, _unpacked(packed, self.dim, blocks), strict=True):
             arrived[block.piece] = rows.contiguous(memory_format=self.format)
         return arrived
 
@@ -173,9 +179,13 @@ def _plan(sizes, intervals, rank, periodic, omit_outside):
     ranks = range(len(sizes))
     if omit_outside and not periodic:
         intervals = [_clipped(interval, length) for interval in intervals]
-    pieces = [_pieces(sizes, length, *interval, periodic) for interval in intervals]  # of each rank
-    # travels[asker][owner]: the blocks that one rank needs of another.
-    travels = [[_blocks(pieces[asker], asker, owner) for owner in ranks] for asker in ranks]
+    # All ranks know all intervals, so each rank plans the exchange of all of them.
+    pieces = []  # of each rank's interval
+    for first, last in intervals:
+        pieces.append(_pieces(sizes, length, first, last, periodic))
+    travels = []  # travels[asker][owner]: the blocks that one rank needs of another
+    for asker in ranks:
+        travels.append([_blocks(pieces[asker], asker, owner) for owner in ranks])
     first, last = intervals[rank]
     return _Plan(
         first,
@@ -190,7 +200,9 @@ def _plan(sizes, intervals, rank, periodic, omit_outside):
 def _clipped(interval, length):
     """The interval without rows outside of the dimension."""
     first, last = interval
-    return min(max(first, 0), length), min(max(last, 0), length)
+    first = min(max(first, 0), length)
+    last = min(max(last, 0), length)
+    return first, last
 
 
 def _pieces(sizes, length, first, last, periodic):
@@ -198,13 +210,16 @@ def _pieces(sizes, length, first, last, periodic):
     pieces = []
     while first < last:
         row = first % length if periodic and length else first
+        left = last - first
         if 0 <= row < length:
+            # The shard that holds the row is the first that ends behind it.
             owner, start, end = next((r, a, b) for r, (a, b) in enumerate(bounds(sizes)) if row < b)
-            pieces.append(_Piece(owner, row - start, min(end - row, last - first)))
+            piece = _Piece(owner, row - start, min(end - row, left))
         else:
             end = min(last, 0) if row < 0 else last  # rows in front of the dimension, or behind it
-            pieces.append(_Piece(None, 0, end - first))
-        first += pieces[-1].rows
+            piece = _Piece(None, 0, end - first)
+        pieces.append(piece)
+        first += piece.rows
     return pieces
 
 
@@ -212,7 +227,11 @@ def _blocks(pieces, asker, owner):
     """The blocks that `owner` sends for these pieces of the asker's interval."""
     if owner == asker:
         return ()
-    return tuple([_Block(i, piece.start, piece.rows) for i, piece in enumerate(pieces) if piece.owner == owner])
+    blocks = []
+    for number, piece in enumerate(pieces):
+        if piece.owner == owner:
+            blocks.append(_Block(number, piece.start, piece.rows))
+    return tuple(blocks)
 
 
 class _Start(torch.autograd.Function):
@@ -235,7 +254,8 @@ class _Start(torch.autograd.Function):
         ctx.dim = dim
         ctx.blocks = blocks
         ctx.travelling = travelling
-        travelling.append(start_all_to_all(_packed(x, dim, blocks), sent, received, group))
+        packed = _packed(x, dim, blocks)  # (rows, ...)
+        travelling.append(start_all_to_all(packed, sent, received, group))
         token = x.new_empty(0)
         return x.view_as(x), token
 
@@ -244,7 +264,8 @@ class _Start(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, token: Tensor) -> tuple[Tensor | None, ...]:
         gradient = gradient.clone()
         blocks = list(chain(*ctx.blocks))
-        arrived = _unpacked(wait(ctx.travelling.pop()), ctx.dim, blocks)
+        packed = wait(ctx.travelling.pop())
+        arrived = _unpacked(packed, ctx.dim, blocks)
         for block, gradient_of_block in zip(blocks, arrived, strict=True):
             gradient.narrow(ctx.dim, block.start, block.rows).add_(gradient_of_block)
         return gradient, None, None, None, None, None, None
@@ -269,21 +290,28 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.travelling.append(start_all_to_all(gradient.contiguous(), *ctx.backward_exchange))
+        pending = start_all_to_all(gradient.contiguous(), *ctx.backward_exchange)
+        ctx.travelling.append(pending)
         return gradient.new_empty(0), None, None, None, None
 
 
 def _memory_format(x):
     """The memory format of x; torch.cat keeps it if all pieces have it."""
-    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
+    by_dims = {4: torch.channels_last, 5: torch.channels_last_3d}
+    channels_last = by_dims.get(x.ndim)
     if channels_last is None or x.is_contiguous():
         return torch.contiguous_format
-    return channels_last if x.is_contiguous(memory_format=channels_last) else torch.contiguous_format
+    is_channels_last = x.is_contiguous(memory_format=channels_last)
+    return channels_last if is_channels_last else torch.contiguous_format
 
 
 def _counts(blocks):
     """Rows for each rank."""
-    return [sum([block.rows for block in of_rank]) for of_rank in blocks]
+    counts = []
+    for of_rank in blocks:
+        rows = [block.rows for block in of_rank]
+        counts.append(sum(rows))
+    return counts
 
 
 def _packed(x, dim, blocks):
@@ -291,7 +319,8 @@ def _packed(x, dim, blocks):
     parts = [x.narrow(dim, block.start, block.rows) for block in chain(*blocks)]
     if not parts:
         parts = [x.narrow(dim, 0, 0)]
-    return torch.cat([part.movedim(dim, 0) for part in parts]).contiguous()
+    rows_first = [part.movedim(dim, 0) for part in parts]
+    return torch.cat(rows_first).contiguous()
 
 
 def _unpacked(rows, dim, blocks):

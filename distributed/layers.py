@@ -20,7 +20,8 @@ from distributed.collectives import Group, Sizes, all_gather, copy_to_region, re
 
 def shard_parameter(parameter: Tensor, dim: int, group: Group) -> nn.Parameter:
     """This rank's piece of a whole parameter, with memory of its own. Works on the meta device too."""
-    piece = shard(parameter.detach(), dim, group.rank, group.size).clone(memory_format=torch.contiguous_format)
+    view = shard(parameter.detach(), dim, group.rank, group.size)
+    piece = view.clone(memory_format=torch.contiguous_format)  # a view would keep the whole parameter in memory
     return nn.Parameter(piece, requires_grad=parameter.requires_grad)
 
 
@@ -32,16 +33,21 @@ class ColumnParallelLinear(nn.Linear):
 
     def __init__(self, linear: nn.Linear, group: Group, tokens: Sizes | None = None):
         nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features // group.size
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features // group.size
         self.weight = shard_parameter(linear.weight, 0, group)  # (D_out / size, D_in)
         self.bias = shard_parameter(linear.bias, 0, group)  # (D_out / size,)
-        self.group, self.tokens = group, tokens
+        self.group = group
+        self.tokens = tokens
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, N, D_in), or (B, n, D_in) of this rank's tokens -> (B, N, D_out / size)."""
         x = to_compute_dtype(x)
-        # (B, N, D_in), of all tokens; the backward pass is an all-reduce or a reduce-scatter
-        x = copy_to_region(x, self.group) if self.tokens is None else all_gather(x, 1, self.tokens, self.group)
+        # The layer needs all tokens. Backward is an all-reduce, or a reduce-scatter with sequence parallelism.
+        if self.tokens is None:
+            x = copy_to_region(x, self.group)  # (B, N, D_in)
+        else:
+            x = all_gather(x, dim=1, sizes=self.tokens, group=self.group)  # (B, N, D_in)
         return F.linear(x, self.weight, self.bias)  # (B, N, D_out / size)
 
 
@@ -54,25 +60,32 @@ class RowParallelLinear(nn.Linear):
 
     def __init__(self, linear: nn.Linear, group: Group, tokens: Sizes | None = None):
         nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features // group.size, linear.out_features
+        self.in_features = linear.in_features // group.size
+        self.out_features = linear.out_features
         self.weight = shard_parameter(linear.weight, 1, group)  # (D_out, D_in / size)
         self.bias = linear.bias
-        self.group, self.tokens = group, tokens
+        self.group = group
+        self.tokens = tokens
         self.partial_gradients = ("bias",) if tokens else ()
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, N, D_in / size) -> (B, N, D_out), or (B, n, D_out) of this rank's tokens."""
-        x = F.linear(x, self.weight)  # (B, N, D_out), one term of the sum over the ranks
-        # The sum of the terms: an all-reduce, or with sequence parallelism a reduce-scatter to (B, n, D_out)
-        x = reduce_from_region(x, self.group) if self.tokens is None else reduce_scatter(x, 1, self.tokens, self.group)
+        term = F.linear(x, self.weight)  # (B, N, D_out), one term of the sum over the ranks
+        # The terms are added up by an all-reduce, or by a reduce-scatter with sequence parallelism.
+        if self.tokens is None:
+            x = reduce_from_region(term, self.group)  # (B, N, D_out)
+        else:
+            x = reduce_scatter(term, 1, self.tokens, self.group)  # (B, n, D_out)
         return x + self.bias.to(x.dtype)
 
 
 def to_compute_dtype(x: Tensor) -> Tensor:
     """Apply the cast of autocast before the collective instead of after it: the collective sends half the bytes."""
     device = x.device.type
-    casts = torch.is_autocast_enabled(device) and x.dtype == torch.float32
-    return x.to(torch.get_autocast_dtype(device)) if casts else x
+    needs_cast = torch.is_autocast_enabled(device) and x.dtype == torch.float32
+    if not needs_cast:
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 class RankRandom(nn.Module):
@@ -86,13 +99,16 @@ class RankRandom(nn.Module):
 
     def __init__(self, inner: Callable[..., Tensor], group: Group):
         super().__init__()
-        self.inner, self.group = inner, group
+        self.inner = inner
+        self.group = group
         why = "dropout under tensor parallelism sets generators; sequence parallelism does not"
         self.forked = torch.compiler.disable(self._forked, reason=why)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Call `inner`; in training, with random numbers of this rank's own."""
-        return self.forked(*args, **kwargs) if self.training else self.inner(*args, **kwargs)
+        if self.training:
+            return self.forked(*args, **kwargs)
+        return self.inner(*args, **kwargs)
 
     def _forked(self, x, *args, **kwargs):
         with rank_random(x.device, self.group.rank):
@@ -103,7 +119,11 @@ class RankRandom(nn.Module):
 def rank_random(device: torch.device, stream: int) -> Iterator[None]:
     """A context in which the default generators, equal on all ranks, give the numbers of a stream: 0, 1, ..."""
     seed = int(torch.randint(2**62, ()))
-    on_cpu = device.type == "cpu"
-    with torch.random.fork_rng([] if on_cpu else [device], device_type="cuda" if on_cpu else device.type):
+    # fork_rng always saves the CPU's generator, and those of the devices that it is given.
+    if device.type == "cpu":
+        forked = torch.random.fork_rng([], device_type="cuda")
+    else:
+        forked = torch.random.fork_rng([device], device_type=device.type)
+    with forked:
         torch.manual_seed(seed + stream)
         yield

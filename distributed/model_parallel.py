@@ -37,11 +37,14 @@ def split_model(model: nn.Module, options: ModelParallelOptions) -> Split:
     what distributed/protocol.py lists.
     """
     with reported_as_usage_error(ValueError, options.config):
-        cp, tp, pp = (comm.get_size(name) for name in ("cp", "tp", "pp"))
+        cp = comm.get_size("cp")
+        tp = comm.get_size("tp")
+        pp = comm.get_size("pp")
         if max(cp, tp, pp) == 1:
             return Split()
         transformer = check_transformer(model, "tensor, context and pipeline parallelism")
         split = Split(schedule=options.pp_schedule)
+        # Context parallelism comes first, since the others split its band; pipeline stages take the blocks as they are.
         if cp > 1:
             attention = transformer.blocks[0].attn
             heads = attention.proj.in_features // attention.head_dim // tp
@@ -63,17 +66,17 @@ def split_model(model: nn.Module, options: ModelParallelOptions) -> Split:
 
 def tensor_parallel_by_torch(model: SplittableTransformer, mesh: DeviceMesh | None) -> None:
     """The same by PyTorch's own tensor parallelism, on DTensor: the library's route to the same numbers."""
-    heads = model.blocks[0].attn.proj.in_features // model.blocks[0].attn.head_dim
-    if heads % comm.get_size("tp"):
-        raise LayoutError(f"tensor parallel: {heads} heads cannot be split over {comm.get_size('tp')} ranks")
+    attention = model.blocks[0].attn
+    heads = attention.proj.in_features // attention.head_dim
+    ranks = comm.get_size("tp")
+    if heads % ranks:
+        raise LayoutError(f"tensor parallel: {heads} heads cannot be split over {ranks} ranks")
+    # As in our own: the first layer of each pair splits its outputs, the second one its inputs.
     for block in model.blocks:
-        parallelize_module(
-            block,
-            mesh,
-            {
-                "attn.qkv": ColwiseParallel(),
-                "attn.proj": RowwiseParallel(),
-                "mlp.fc1": ColwiseParallel(),
-                "mlp.fc2": RowwiseParallel(),
-            },
-        )
+        plan = {
+            "attn.qkv": ColwiseParallel(),
+            "attn.proj": RowwiseParallel(),
+            "mlp.fc1": ColwiseParallel(),
+            "mlp.fc2": RowwiseParallel(),
+        }
+        parallelize_module(block, mesh, plan)

@@ -27,11 +27,14 @@ def check_output(output: Any, who: str) -> None:
         return
     kind = type(output).__name__
     if isinstance(output, Tensor):
-        found = f"a tensor of {str(output.dtype).removeprefix('torch.')}"
+        dtype = str(output.dtype).removeprefix("torch.")
+        found = f"a tensor of {dtype}"
     elif isinstance(output, Mapping):
-        found = f"a {kind} of {', '.join(map(repr, output))}"
+        keys = ", ".join(map(repr, output))
+        found = f"a {kind} of {keys}"
     elif isinstance(output, Sequence) and not isinstance(output, str):
-        found = f"a {kind} of {', '.join(type(part).__name__ for part in output)}"
+        part_kinds = [type(part).__name__ for part in output]
+        found = f"a {kind} of {', '.join(part_kinds)}"
     else:
         found = "None" if output is None else f"a {kind}"
     raise UsageError(
@@ -59,10 +62,20 @@ class ParallelModel:
         whole: Collection[str] = (),
         notes: Sequence[str] = (),
     ):
-        self.model, self.module, self.split, self.pipeline = model, module, split, pipeline
-        self.replicated, self.whole, self.notes = replicated, whole, notes
+        self.model = model
+        self.module = module
+        self.split = split
+        self.replicated = replicated
+        self.pipeline = pipeline
+        self.whole = whole
+        self.notes = notes
 
-    def micro_batches(self, x: Tensor, y: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def micro_batches(
+        self,
+        x: Tensor,
+        y: Tensor,
+        count: int,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Equal parts of a batch, one after the other; only the backward pass of the last one reduces gradients.
 
         x, y: input and target, (B, ...), B a multiple of count. Yields (x, y) of B / count samples each.
@@ -84,7 +97,8 @@ class ParallelModel:
         reduce_partial_gradients(self.model, comm.get_group("tp"))
         # Data parallelism ignores parameters that are split over the domain ranks. Here their gradients become the mean
         # over dp. The loss was multiplied by the number of domain ranks (distributed/domain_parallel.py).
-        dp, domain = comm.get_size("dp"), comm.get_size("domain")
+        dp = comm.get_size("dp")
+        domain = comm.get_size("domain")
         for name, parameter in self.model.named_parameters():
             if name in self.split.specs and parameter.grad is not None:
                 parameter.grad /= domain * dp
@@ -98,22 +112,27 @@ class ParallelModel:
         Those of a kind travel together, each with a number: how many ranks have a gradient. Where no rank has one,
         there is none afterwards.
         """
-        group, size = comm.get_group("grad_reduce"), comm.get_size("grad_reduce")
+        group = comm.get_group("grad_reduce")
+        size = comm.get_size("grad_reduce")
         kinds = defaultdict(list)
         for name, parameter in self.model.named_parameters():
             if name in self.whole and parameter.requires_grad:
                 kinds[parameter.device, parameter.dtype].append(parameter)
         for parameters in kinds.values():
+            # The gradient and its number, one parameter after the other, in one message.
             parts = []
             for parameter in parameters:
                 grad = parameter.grad
                 own = torch.zeros_like(parameter) if grad is None else grad
-                parts += [own.flatten(), own.new_full((1,), float(grad is not None))]
+                has_grad = own.new_full((1,), float(grad is not None))
+                parts += [own.flatten(), has_grad]
             packed = torch.cat(parts)
             dist.all_reduce(packed, group=group)
-            sums = iter(packed.split([len(part) for part in parts]))
+            lengths = [len(part) for part in parts]
+            sums = iter(packed.split(lengths))
             for parameter in parameters:
-                total, ranks = next(sums), next(sums)
+                total = next(sums)
+                ranks = next(sums)
                 # The number is read only where this rank has none.
                 if parameter.grad is not None or ranks.item() > 0:
                     parameter.grad = (total / size).view_as(parameter)
@@ -127,15 +146,22 @@ class ParallelModel:
         """
         squares = []
         for (_, parts), grads in self._gradients().items():
-            wide = reduce(torch.promote_types, [grad.dtype for grad in grads], torch.float32)
+            dtypes = [grad.dtype for grad in grads]
+            wide = reduce(torch.promote_types, dtypes, torch.float32)
             norms = torch._foreach_norm(grads, dtype=wide)
-            squares.append(torch.stack(norms).square().sum() * (parts / comm.world_size()))
-        return sum((square.to(squares[0].device) for square in squares[1:]), squares[0])
+            square = torch.stack(norms).square().sum()
+            # world_size / parts ranks hold the same gradients.
+            squares.append(square * (parts / comm.world_size()))
+        total = squares[0]
+        for square in squares[1:]:
+            total = total + square.to(total.device)
+        return total
 
     @torch.no_grad()
     def clip_gradients(self, square: Tensor, max_norm: float) -> None:
         """Scale all gradients so that their L2 norm, over all ranks, is at most max_norm. square: of squared_norm."""
-        if comm.get_size("tp_pp") > 1 or self.split.specs or is_fsdp_module(self.module):
+        is_split = comm.get_size("tp_pp") > 1 or self.split.specs
+        if is_split or is_fsdp_module(self.module):
             square = comm.all_reduce(square.clone())
         else:  # every rank has all gradients
             square = square * comm.world_size()
@@ -147,18 +173,24 @@ class ParallelModel:
         """This rank's gradients, by device and by the number of ranks that hold different parts of one."""
         held = defaultdict(list)
         for name, parameter in self.model.named_parameters():
-            if (grad := parameter.grad) is None:
+            grad = parameter.grad
+            if grad is None:
                 continue
+            # Each way in which the parameter is split multiplies the number of parts.
             parts = comm.get_size("pp")
-            parts *= comm.get_size("tp") if name in self.split.dims else 1
-            parts *= comm.get_size("domain") if name in self.split.specs else 1
+            if name in self.split.dims:
+                parts *= comm.get_size("tp")
+            if name in self.split.specs:
+                parts *= comm.get_size("domain")
             if is_dtensor(grad):
                 for placement, size in zip(grad.placements, grad.device_mesh.shape, strict=True):
                     is_split = hasattr(placement, "dim")  # also torch's _StridedShard, which is no Shard
                     if is_split:
                         parts *= size
                 grad = grad.to_local()
-            held[grad.device, parts].append(torch.view_as_real(grad) if grad.is_complex() else grad)
+            if grad.is_complex():
+                grad = torch.view_as_real(grad)
+            held[grad.device, parts].append(grad)
         return held
 
     @torch.no_grad()
@@ -190,7 +222,9 @@ class ParallelModel:
     def whole_images(self, part: Tensor) -> Tensor:
         """Whole images from the parts of all ranks that share them: (B, C, h, w) -> (B, C, H, W)."""
         for cut in self.split.cuts:
-            part = gather_from_region(part, 2 + cut.axis, cut.sizes, as_group(comm.get_group(cut.mesh_dim)))
+            group = as_group(comm.get_group(cut.mesh_dim))
+            dim = 2 + cut.axis  # behind batch and channels
+            part = gather_from_region(part, dim, cut.sizes, group)
         return part
 
 
@@ -210,7 +244,8 @@ def broadcast_bytes(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
     packed = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)  # contiguous
     packed.copy_(tensor)
     if packed.numel():
-        dist.broadcast(packed.view(-1).view(torch.uint8), group=group, group_src=0)
+        flat_bytes = packed.view(-1).view(torch.uint8)  # the same memory
+        dist.broadcast(flat_bytes, group=group, group_src=0)
     tensor.copy_(packed)
 
 

@@ -22,7 +22,11 @@ from distributed.protocol import SplittableTransformer
 from distributed.ties import tied_names
 from utils.errors import LayoutError
 
-SCHEDULES: dict[str, Callable] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+SCHEDULES: dict[str, Callable] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+}
 
 
 class Blocks(nn.ModuleDict):
@@ -37,20 +41,27 @@ class Stage(nn.Module):
 
     def __init__(self, model: SplittableTransformer, numbers: Iterable[int], first: bool, last: bool):
         super().__init__()
-        self.first, self.last = first, last
+        self.first = first
+        self.last = last
         if first:
-            self.patch_embed, self.pos_embed, self.pos_drop = model.patch_embed, model.pos_embed, model.pos_drop
+            self.patch_embed = model.patch_embed
+            self.pos_embed = model.pos_embed
+            self.pos_drop = model.pos_drop
         self.blocks = Blocks({str(i): model.blocks[i] for i in numbers})
         if last:
-            self.norm, self.head = model.norm, model.head
+            self.norm = model.norm
+            self.head = model.head
 
     def forward(self, x: Tensor) -> Tensor:
         """x: the image, or tokens (B, N, D) of the previous stage -> tokens (B, N, D), or the output of the head."""
         if self.first:
-            x = self.pos_drop(self.pos_embed(self.patch_embed(x)))
+            tokens = self.patch_embed(x)  # (B, N, D)
+            x = self.pos_drop(self.pos_embed(tokens))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x)) if self.last else x.contiguous()  # sending needs contiguous memory
+        if self.last:
+            return self.head(self.norm(x))
+        return x.contiguous()  # sending needs contiguous memory
 
 
 def split_into_stages(model: SplittableTransformer, group: AnyGroup, schedule: str) -> list[Stage]:
@@ -60,15 +71,25 @@ def split_into_stages(model: SplittableTransformer, group: AnyGroup, schedule: s
     """
     _, rank, size = as_group(group)
     per_rank = 2 if schedule == "interleaved" else 1
-    stages, depth = size * per_rank, len(model.blocks)
+    stages = size * per_rank
+    depth = len(model.blocks)
     if depth % stages:
         each = f" of which each rank holds {per_rank}" if per_rank > 1 else ""
         raise LayoutError(f"pipeline parallel: {depth} blocks cannot be shared by {stages} stages{each}")
     length = depth // stages
     _check_ties(model, length, stages)
-    numbers = range(rank, stages, size)  # interleaved: stages are assigned to ranks in turn
-    built = [Stage(model, range(i * length, (i + 1) * length), i == 0, i == stages - 1) for i in numbers]
-    model.blocks = Blocks({name: block for stage in built for name, block in stage.blocks.items()})
+    built = []
+    for number in range(rank, stages, size):  # interleaved: stages are assigned to ranks in turn
+        start = number * length
+        is_first = number == 0
+        is_last = number == stages - 1
+        built.append(Stage(model, range(start, start + length), is_first, is_last))
+
+    # The model keeps this rank's modules only, so that memory for the others is freed.
+    kept: dict[str, nn.Module] = {}
+    for stage in built:
+        kept.update(stage.blocks.items())
+    model.blocks = Blocks(kept)
     if not built[0].first:
         del model.patch_embed, model.pos_embed, model.pos_drop
     if not built[-1].last:
@@ -79,12 +100,13 @@ def split_into_stages(model: SplittableTransformer, group: AnyGroup, schedule: s
 def _check_ties(model, length, stages):
     """Raise LayoutError where a weight has names in two stages: no rank would have all of its gradient."""
     for names in tied_names(model):
-        places = [_stage_of(name, length, stages) for name in names]
-        if len(set(places)) > 1:
-            other = next(name for name, place in zip(names, places, strict=True) if place != places[0])
+        first = names[0]
+        stage_of_first = _stage_of(first, length, stages)
+        elsewhere = [name for name in names if _stage_of(name, length, stages) != stage_of_first]
+        if elsewhere:
             raise LayoutError(
-                f"pipeline parallel: '{names[0]}' and '{other}' are one weight, in two stages: train this model with "
-                "train.py, or give the modules weights of their own"
+                f"pipeline parallel: '{first}' and '{elsewhere[0]}' are one weight, in two stages: train this model "
+                "with train.py, or give the modules weights of their own"
             )
 
 
@@ -92,8 +114,10 @@ def _stage_of(name, length, stages):
     """The stage that holds the parameter of this name, with `length` blocks each."""
     kind, *rest = name.split(".")
     if kind == "blocks":
-        return int(rest[0]) // length
-    return stages - 1 if kind in ("norm", "head") else 0
+        number = int(rest[0])
+        return number // length
+    is_of_last = kind in ("norm", "head")
+    return stages - 1 if is_of_last else 0
 
 
 class Pipeline:
@@ -110,23 +134,34 @@ class Pipeline:
         micro_batches: int,
         device: torch.device,
     ):
-        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
-        self.first, self.last = self.rank == 0, self.rank == self.size - 1
-        self.device, count = device, self.size * len(stages)
-        self.stages = [
-            PipelineStage(stage, self.rank + i * self.size, count, device, group=group)
-            for i, stage in enumerate(stages)
-        ]
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.first = self.rank == 0
+        self.last = self.rank == self.size - 1
+        self.device = device
         self.micro_batches = micro_batches
+        count = self.size * len(stages)  # of all ranks
+        self.stages = []
+        for i, stage in enumerate(stages):
+            number = self.rank + i * self.size
+            self.stages.append(PipelineStage(stage, number, count, device, group=group))
+        # Only the interleaved schedule takes a list of stages.
         own = self.stages if len(stages) > 1 else self.stages[0]
         # The loss of a micro-batch is already its share of the loss of the batch.
         self.schedule = SCHEDULES[schedule](own, micro_batches, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, prediction, target):
-        return self.loss(prediction, target) if self.loss else prediction.new_zeros(())
+        if self.loss is None:  # a forecast
+            return prediction.new_zeros(())
+        return self.loss(prediction, target)
 
     def step(
-        self, x: Tensor, y: Tensor, loss: Callable[[Tensor, Tensor], Tensor], scale: Callable[[Tensor], Tensor]
+        self,
+        x: Tensor,
+        y: Tensor,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        scale: Callable[[Tensor], Tensor],
     ) -> list[Tensor]:
         """Run forward and backward of all micro-batches. The first stage uses x, (B, ...); the last one uses y.
 
@@ -142,15 +177,25 @@ class Pipeline:
 
         self.loss: Callable[[Tensor, Tensor], Tensor] | None = scaled
         x = x.contiguous()  # each micro-batch has the strides of the first
-        self.schedule.step(*([x] if self.first else []), target=y if self.last else None, return_outputs=False)
+        inputs = [x] if self.first else []
+        target = y if self.last else None
+        self.schedule.step(*inputs, target=target, return_outputs=False)
         return losses[-self.micro_batches :]  # the schedule tries the loss out first
 
     @torch.no_grad()
     def forecast(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         """Forecast of a batch, the same on every rank of the pipeline. shape: of the forecast, (B, C, H, W)."""
-        self.loss, unused = None, torch.zeros(len(x))  # the schedule requires a loss and a target
-        prediction = self.schedule.eval(*([x] if self.first else []), target=unused if self.last else None)
-        wide = torch.get_default_dtype()  # not that of autocast
-        prediction = prediction.to(wide).contiguous() if self.last else torch.empty(shape, device=self.device)
+        # The schedule requires a loss and a target, though a forecast has neither.
+        self.loss = None
+        inputs = [x] if self.first else []
+        target = torch.zeros(len(x)) if self.last else None
+        prediction = self.schedule.eval(*inputs, target=target)
+
+        # Every rank receives the forecast, in the default dtype rather than in the one of autocast.
+        if self.last:
+            wide = torch.get_default_dtype()
+            prediction = prediction.to(wide).contiguous()
+        else:
+            prediction = torch.empty(shape, device=self.device)  # (B, C, H, W)
         dist.broadcast(prediction, group=self.group, group_src=self.size - 1)
         return prediction

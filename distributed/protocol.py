@@ -73,7 +73,9 @@ def _missing(model: nn.Module) -> Iterator[str]:
         parts.append((f"blocks[{i}].attn.", getattr(block, "attn", None), SplittableAttention))
         parts.append((f"blocks[{i}].mlp.", getattr(block, "mlp", None), SplittableMLP))
     for where, part, protocol in parts:
-        yield from (f"{where}{name}" for name in protocol.__annotations__ if not hasattr(part, name))
+        for name in protocol.__annotations__:
+            if not hasattr(part, name):
+                yield f"{where}{name}"
 
 
 def points_kept_together(model: nn.Module) -> PerAxis:
@@ -83,6 +85,9 @@ def points_kept_together(model: nn.Module) -> PerAxis:
     """
     for name in ("patch_size", "stride"):
         value = getattr(model, name, None)
-        if isinstance(value, int) or (isinstance(value, Sequence) and all(isinstance(n, int) for n in value)):
+        if isinstance(value, int):
+            return value
+        # Other libraries use these names for other things.
+        if isinstance(value, Sequence) and all(isinstance(n, int) for n in value):
             return value
     return 1

@@ -29,7 +29,13 @@ class Units:
     whole: set[str] = field(default_factory=set)
 
 
-def share_out(model: nn.Module, usage: Usage, policy: str, min_params: int, apart: Collection[str]) -> Units:
+def share_out(
+    model: nn.Module,
+    usage: Usage,
+    policy: str,
+    min_params: int,
+    apart: Collection[str],
+) -> Units:
     """Share the parameters of a model out to units.
 
     policy: block: each of the model's `blocks`, or each of its direct children where it has none; of a module that
@@ -50,6 +56,7 @@ def share_out(model: nn.Module, usage: Usage, policy: str, min_params: int, apar
     order = {name: number for number, name in enumerate(usage.calls)}
     found.sort(key=lambda unit: order[names[unit]])
 
+    # Each parameter goes to the innermost unit that holds all of its names and all of its uses, or to the root.
     places: dict[nn.Parameter, list[str]] = {}  # the names of each parameter, in all modules that have it
     for name, parameter in model.named_parameters(remove_duplicate=False):
         places.setdefault(parameter, []).append(name)
@@ -68,7 +75,7 @@ def share_out(model: nn.Module, usage: Usage, policy: str, min_params: int, apar
             place = f"{names[unit]}."
             holds_it = all(other.startswith(place) for other in (name, *others))
             holds_uses = around is None or names[unit] in around
-            is_inner = owner is model or place.startswith(f"{names[owner]}.")
+            is_inner = owner is model or place.startswith(f"{names[owner]}.")  # inside the best unit so far
             if holds_it and holds_uses and is_inner:
                 owner = unit
         shared.weights[owner].add(parameter)
@@ -91,7 +98,9 @@ def _of_size(model: nn.Module, is_unit: IsUnit, min_params: int) -> list[nn.Modu
 
     def visit(module: nn.Module) -> int:
         """Parameters of the module that no unit holds."""
-        left = sum(p.numel() for p in module.parameters(recurse=False)) + sum(map(visit, module.children()))
+        own = [p.numel() for p in module.parameters(recurse=False)]
+        of_children = [visit(child) for child in module.children()]
+        left = sum(own) + sum(of_children)
         if left < min_params or not is_unit(module):
             return left
         units.append(module)

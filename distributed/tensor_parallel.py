@@ -34,7 +34,11 @@ from utils.errors import LayoutError
 from utils.sharded import is_dtensor
 
 
-def tensor_parallel(model: nn.Module, group: AnyGroup, sequence_parallel: bool = False) -> dict[str, int]:
+def tensor_parallel(
+    model: nn.Module,
+    group: AnyGroup,
+    sequence_parallel: bool = False,
+) -> dict[str, int]:
     """Split a transformer, in place, over `group`: a ProcessGroup or a DeviceMesh of one dimension.
 
     model: a SplittableTransformer (distributed/protocol.py).
@@ -51,8 +55,12 @@ def tensor_parallel(model: nn.Module, group: AnyGroup, sequence_parallel: bool =
     group = as_group(group)
     if group.size == 1:
         return {}
-    here = check_transformer(model, "tensor parallelism").pos_embed.tokens
-    tokens = shard_sizes(here.stop - here.start, group.size) if sequence_parallel else None
+    # Context parallelism may have left this rank a band of the image: its tokens are the ones to split.
+    band = check_transformer(model, "tensor parallelism").pos_embed.tokens
+    tokens = None
+    if sequence_parallel:
+        count = band.stop - band.start
+        tokens = shard_sizes(count, group.size)
     _check(model, group.size, tokens)
     dims: dict[str, int] = {}
     made: dict[tuple[type, int], nn.Module] = {}  # a layer that several blocks share stays one
@@ -69,12 +77,15 @@ def tensor_parallel(model: nn.Module, group: AnyGroup, sequence_parallel: bool =
 
 
 def _check(model, size, tokens):
+    """Raise LayoutError where heads, hidden features or tokens cannot be split over so many ranks."""
     for block in model.blocks:
-        heads, hidden = block.attn.proj.in_features // block.attn.head_dim, block.mlp.fc1.out_features
+        heads = block.attn.proj.in_features // block.attn.head_dim
+        hidden = block.mlp.fc1.out_features
         for count, what in ((heads, "heads"), (hidden, "hidden features")):
             if count % size:
                 raise LayoutError(f"tensor parallel: {count} {what} cannot be split over {size} ranks")
-    if tokens and not min(tokens):
+    has_empty_slice = tokens and not min(tokens)
+    if has_empty_slice:
         raise LayoutError(f"sequence parallel: {sum(tokens)} tokens cannot be split over {size} ranks")
 
 
@@ -86,7 +97,12 @@ def _split_pair(module, name, first, second, group, tokens, made):
         if key not in made:
             made[key] = Parallel(layer, group, tokens)
         setattr(module, attribute, made[key])
-    return {f"{name}.{first}.weight": 0, f"{name}.{first}.bias": 0, f"{name}.{second}.weight": 1}
+    # Linear weights are (D_out, D_in): the first layer splits its outputs, the second one its inputs.
+    return {
+        f"{name}.{first}.weight": 0,
+        f"{name}.{first}.bias": 0,
+        f"{name}.{second}.weight": 1,
+    }
 
 
 def _draw_dropout_apart(model, group):
@@ -102,16 +118,22 @@ def _split_tokens(model, group, tokens):
     """Split the tokens from the first dropout to the last norm."""
     model.pos_drop.register_forward_pre_hook(partial(_scatter_tokens, tokens=tokens, group=group))
     model.norm.register_forward_hook(partial(_gather_tokens, tokens=tokens, group=group))
-    for norm in [model.norm, *(norm for block in model.blocks for norm in (block.norm1, block.norm2))]:
+    # These norms see a slice of the tokens, so each rank computes a part of the gradient of their weights.
+    norms = [model.norm]
+    for block in model.blocks:
+        norms += [block.norm1, block.norm2]
+    for norm in norms:
         norm.partial_gradients = ("weight", "bias")
 
 
 def _scatter_tokens(module, inputs, tokens, group):
-    return scatter_to_region(inputs[0], 1, tokens, group).clone()  # a view would keep all tokens
+    own = scatter_to_region(inputs[0], 1, tokens, group)  # (B, N, D) -> (B, n, D)
+    return own.clone()  # a view would keep all tokens
 
 
 def _gather_tokens(module, inputs, output, tokens, group):
-    return gather_from_region(to_compute_dtype(output), 1, tokens, group)
+    own = to_compute_dtype(output)  # (B, n, D)
+    return gather_from_region(own, 1, tokens, group)  # (B, N, D)
 
 
 @torch.no_grad()
@@ -121,13 +143,21 @@ def reduce_partial_gradients(model: nn.Module, group: AnyGroup) -> None:
     Call this after the last backward pass of a step, before gradients are clipped. It does nothing without sequence
     parallelism. The model may be wrapped by DDP or fully_shard: the sum over this group and their mean commute.
     """
-    group, grads = as_group(group), []
+    group = as_group(group)
+    grads = []
     for module in model.modules():
         for name in getattr(module, "partial_gradients", ()):
             grad = getattr(module, name).grad
             if grad is not None:
                 grads.append(grad.to_local() if is_dtensor(grad) else grad)
-    if grads and group.size > 1:
-        fused = reduce_from_region(torch.cat([grad.flatten() for grad in grads]), group)
-        parts = fused.split([grad.numel() for grad in grads])
-        torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
+    if not grads or group.size == 1:
+        return
+
+    # One message for all gradients: many small ones would each cost the latency of an all-reduce.
+    flat = torch.cat([grad.flatten() for grad in grads])
+    summed = reduce_from_region(flat, group)
+    parts = summed.split([grad.numel() for grad in grads])
+    in_shape = []
+    for part, grad in zip(parts, grads, strict=True):
+        in_shape.append(part.view_as(grad))
+    torch._foreach_copy_(grads, in_shape)

@@ -18,7 +18,7 @@ def keep_ties(model: nn.Module) -> Iterator[None]:
 
 def tied_names(model: nn.Module) -> list[list[str]]:
     """The names of each parameter or buffer that has several."""
-    names: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}  # {id of a tensor: its names}
     parameters = model.named_parameters(remove_duplicate=False)
     buffers = model.named_buffers(remove_duplicate=False)
     for name, tensor in (*parameters, *buffers):
@@ -37,11 +37,16 @@ def tie(model: nn.Module, ties: Iterable[Sequence[str]]) -> None:
             held[attribute] = shared
 
 
-def tie_pieces(model: nn.Module, ties: Iterable[Sequence[str]], kind: str) -> None:
+def tie_pieces(
+    model: nn.Module,
+    ties: Iterable[Sequence[str]],
+    kind: str,
+) -> None:
     """As `tie`, after each module has been split by itself. kind: of parallelism, for the message.
 
     Raises LayoutError where modules that share a weight need different pieces of it.
     """
+    # Modules have split the weight one by one, so that each holds a piece of its own now.
     for first, *others in ties:
         for name in others:
             if _piece(model, first) != _piece(model, name):
@@ -59,8 +64,10 @@ def _piece(model, name):
     """
     owner, _, attribute = name.rpartition(".")
     tensor = _named(model, name)
-    is_partial = attribute in getattr(model.get_submodule(owner), "partial_gradients", ())
-    return tensor.shape, getattr(tensor, "placements", None), is_partial
+    module = model.get_submodule(owner)
+    is_partial = attribute in getattr(module, "partial_gradients", ())
+    placements = getattr(tensor, "placements", None)
+    return tensor.shape, placements, is_partial
 
 
 def _named(model, name):
@@ -68,4 +75,6 @@ def _named(model, name):
     owner, _, attribute = name.rpartition(".")
     module = model.get_submodule(owner)
     parameter = module._parameters.get(attribute)
-    return module._buffers[attribute] if parameter is None else parameter
+    if parameter is None:
+        return module._buffers[attribute]
+    return parameter

@@ -26,9 +26,12 @@ from utils.torch_private import storage_id
 
 SDPA = F.scaled_dot_product_attention
 SEED = 0
-PLAIN = (Tensor, int, float, complex, str, type(None))  # of what a module may return as a unit of fully_shard
-SETTINGS = (int, float, str, type(None))  # attributes of a module by which it may choose
-READS = {  # operations and methods that make Python values of a tensor, by which a model may choose
+# Types that a unit of fully_shard may return.
+PLAIN = (Tensor, int, float, complex, str, type(None))
+# Types of attributes by which a module may choose what it computes.
+SETTINGS = (int, float, str, type(None))
+# Operations and methods that make Python values of a tensor, by which a model may choose too.
+READS = {
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.equal.default,
     Tensor.tolist,
@@ -102,7 +105,8 @@ def watch(model: nn.Module, x: Tensor) -> tuple[Any, Usage]:
         elif drawn():
             usage.varies = "it draws random numbers of Python or NumPy"
         if usage.varies:
-            usage.add(_Watch(model.eval()).run(x)[1])
+            _, of_evaluation = _Watch(model.eval()).run(x)
+            usage.add(of_evaluation)
     return output, usage
 
 
@@ -110,10 +114,15 @@ class _Watch:
     """The state of a look: which modules are at work, and what has been seen."""
 
     def __init__(self, model: nn.Module):
-        self.model, self.usage = model, Usage()
+        self.model = model
+        self.usage = Usage()
         self.names = {module: name for name, module in model.named_modules()}
-        self.parameters = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.memory = {storage_id(parameter): name for name, parameter in model.named_parameters()}
+        # Parameters are known by themselves, and by the memory that views of them share.
+        self.parameters: dict[int, str] = {}
+        self.memory: dict[int, str] = {}
+        for name, parameter in model.named_parameters():
+            self.parameters[id(parameter)] = name
+            self.memory[storage_id(parameter)] = name
         self.at_work: list[str] = []  # modules, outermost first
         self.arguments: list[list[tuple[Tensor, int]]] = []  # tensors that each of them was given, and their versions
         self.views: list[tuple[str, Tensor, int]] = []  # (module, view that it has returned, its version)
@@ -145,7 +154,8 @@ class _Watch:
             # Inside a function that ShardTensor has a rule for, no mode is told.
             stack.enter_context(patch.object(F, SDPA.__name__, attended))
             # Nothing goes back, so nothing is kept.
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))
+            keeps_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
+            stack.enter_context(keeps_nothing)
             stack.enter_context(torch.enable_grad())
             counter = stack.enter_context(FlopCounterMode(display=False))
             stack.enter_context(_Functions(self))
@@ -161,7 +171,8 @@ class _Watch:
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A module is called."""
-        name, usage = self.names[module], self.usage
+        name = self.names[module]
+        usage = self.usage
         if self.checkpoints:
             usage.recomputed.setdefault(name, name not in usage.calls)
         usage.calls[name] = usage.calls.get(name, 0) + 1
@@ -171,7 +182,8 @@ class _Watch:
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """A module has returned."""
-        name, unfit = self.at_work.pop(), self.usage.unfit
+        name = self.at_work.pop()
+        unfit = self.usage.unfit
         for tensor, version in self.arguments.pop():
             if tensor._version != version:
                 unfit[name] = "it writes to its input"
@@ -197,17 +209,31 @@ class _Watch:
         schema = getattr(function, "_schema", None)
         if schema is None or not schema.is_mutable:
             return
-        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        names = [argument.name for argument in schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
         for argument in schema.arguments:
             is_written = argument.alias_info is not None and argument.alias_info.is_write
-            for leaf in tree_leaves(given.get(argument.name)) if is_written else []:
-                name = self.memory.get(storage_id(leaf)) if isinstance(leaf, Tensor) else None
+            if not is_written:
+                continue
+            for leaf in tree_leaves(given.get(argument.name)):
+                if not isinstance(leaf, Tensor):
+                    continue
+                name = self.memory.get(storage_id(leaf))
                 if name is not None:
                     self.usage.written.add(name)
 
-    def attends(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *_: Any, **__: Any) -> None:
+    def attends(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        *_: Any,
+        **__: Any,
+    ) -> None:
         """scaled_dot_product_attention is called with these arguments."""
-        self.usage.attention.add(AttentionCall(query.shape[-1], key.shape[-2], attn_mask is not None))
+        call = AttentionCall(head=query.shape[-1], keys=key.shape[-2], masked=attn_mask is not None)
+        self.usage.attention.add(call)
 
     def called(self, function: Any) -> None:
         """An operation or a method of tensors is called."""
@@ -245,7 +271,8 @@ class _Functions(TorchFunctionMode):
 
 def _parameters_behind(outputs: list[Tensor], names: dict[int, str]) -> set[str]:
     """The names of the parameters in the graph of some tensors. names: by id."""
-    seen, found = set(), set()
+    seen = set()
+    found = set()
     # A tensor that is a parameter itself has no node.
     left = [output.grad_fn for output in outputs if output.grad_fn is not None]
     while left:
@@ -282,10 +309,12 @@ def _random_state_kept() -> Iterator[Callable[[], bool]]:
 
     Yields a function that tells whether Python's or NumPy's numbers were drawn.
     """
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    of_python = random.getstate()
+    of_numpy = np.random.get_state()
     random.seed(SEED)
     np.random.seed(SEED)
-    first_of_python, first_of_numpy = random.getstate(), np.random.get_state()
+    first_of_python = random.getstate()
+    first_of_numpy = np.random.get_state()
 
     def drawn() -> bool:
         is_python_same = random.getstate() == first_of_python

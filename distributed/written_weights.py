@@ -19,7 +19,7 @@ def check_writes(usage: Usage, whole: Collection[str], strategy: str) -> None:
 
     whole: names of parameters that stay whole. strategy: zero2, fsdp or hsdp.
     """
-    lost = sorted(usage.written - set(whole))
+    lost = sorted(usage.written - set(whole))  # the same name first on every rank
     if lost:
         raise LayoutError(lost_write(lost[0], strategy))
 
@@ -39,8 +39,16 @@ class WriteWatch:
     names: {unit: names in the model of the weights that it gathers}.
     """
 
-    def __init__(self, model: nn.Module, names: Mapping[nn.Module, Collection[str]], strategy: str):
-        self.model, self.names, self.strategy = model, names, strategy
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Mapping[nn.Module, Collection[str]],
+        strategy: str,
+    ):
+        self.model = model
+        self.names = names
+        self.strategy = strategy
+        # A unit may be called inside another one, so each remembers its versions by itself.
         self.versions: dict[nn.Module, dict[str, int]] = {}
         for unit in names:
             unit.register_forward_pre_hook(self._enter)
@@ -57,4 +65,7 @@ class WriteWatch:
 
     def _versions(self, unit):
         """{name: version} of the weights of a unit, which are gathered now."""
-        return {name: self.model.get_parameter(name)._version for name in self.names[unit]}
+        versions = {}
+        for name in self.names[unit]:
+            versions[name] = self.model.get_parameter(name)._version
+        return versions

@@ -44,6 +44,7 @@ def set_fallback(fallback: str) -> None:
     """Choose what happens to an operation that no rule computes: "error", or "gather" (see above); count from 0."""
     if fallback not in FALLBACKS:
         raise ValueError(f"fallback: no '{fallback}', there are {', '.join(FALLBACKS)}")
+    # The counts belong to the choice: lines of a report speak of one choice alone.
     calls.clear()
     gathered.clear()
     made_whole.clear()
@@ -52,13 +53,14 @@ def set_fallback(fallback: str) -> None:
 
 def fallback_lines() -> list[str]:
     """Lines that say which operations were computed on whole tensors, and which rules have given whole results."""
+    computed = []
+    for name, n in calls.most_common():
+        megabytes = gathered[name] / 1e6
+        computed.append(f"{name}: {n} calls, {megabytes:.1f} MB gathered")
+    whole_results = [f"{name}: {size / 1e6:.1f} MB" for name, size in made_whole.most_common()]
     found = {
-        "Operations on whole tensors (--domain_fallback gather)": [
-            f"{name}: {n} calls, {gathered[name] / 1e6:.1f} MB gathered" for name, n in calls.most_common()
-        ],
-        "Results that every rank has whole": [
-            f"{name}: {size / 1e6:.1f} MB" for name, size in made_whole.most_common()
-        ],
+        "Operations on whole tensors (--domain_fallback gather)": computed,
+        "Results that every rank has whole": whole_results,
     }
     return [f"{title}: {'; '.join(operations)}" for title, operations in found.items() if operations]
 
@@ -71,10 +73,15 @@ def where_whole(
 ) -> Any:
     """As `on_whole_tensors`, of ShardTensors that every rank has whole; raises `refusal` for any others."""
     leaves, _ = tree_flatten((tuple(args), kwargs))
-    for x in leaves:
-        if isinstance(x, ShardTensor) and (x.spec.split_dims or x.spec.partial):
-            raise refusal
+    # What every rank has whole needs no message, so that it is computed whatever the choice.
+    if any(_needs_gather(x) for x in leaves):
+        raise refusal
     return on_whole_tensors(func, args, kwargs, refusal)
+
+
+def _needs_gather(x):
+    """Tell whether an argument is a ShardTensor that ranks do not hold whole."""
+    return isinstance(x, ShardTensor) and bool(x.spec.split_dims or x.spec.partial)
 
 
 def on_whole_tensors(
@@ -92,50 +99,75 @@ def on_whole_tensors(
     """
     leaves, structure = tree_flatten((tuple(args), kwargs))
     given = [x for x in leaves if isinstance(x, ShardTensor)]
-    sparse = [x for x in leaves if isinstance(x, Tensor) and x.layout != torch.strided and x.requires_grad]
-    if not given or sparse or func in SEES_PARTS or getattr(func, "__name__", "") in OF_MEMORY:
+    is_of_memory = func in SEES_PARTS or getattr(func, "__name__", "") in OF_MEMORY
+    if not given or any(map(_is_sparse_with_grad, leaves)) or is_of_memory:
         raise refusal
+
     mesh = given[0].spec.mesh
-    everywhere = Spec(mesh, ())
-    # In memory of their own, which func may change.
-    wholes = [
-        local(replicate(x)).clone() if isinstance(x, ShardTensor) else scale_grad_by_replicas(x, everywhere)
-        for x in leaves
-    ]
+    wholes = _gather_all(leaves, mesh)
     name = name_of(func)
     if not torch.compiler.is_compiling():
         _count(name, leaves, wholes)
-    tensors = [(x, w, w._version) for x, w in zip(leaves, wholes, strict=True) if isinstance(w, Tensor)]
+    tensors = []  # (argument, its whole, the version of this before the call)
+    for x, w in zip(leaves, wholes, strict=True):
+        if isinstance(w, Tensor):
+            tensors.append((x, w, w._version))
+
+    # torch counts a version of each tensor up with every change in place.
     whole_args, whole_kwargs = tree_unflatten(wholes, structure)
     out = func(*whole_args, **whole_kwargs)
     for x, w, version in tensors:
         if w._version != version:
             _write_back(x, w, refusal)
+    # Results may be arguments themselves, or views of them.
     owners = {id(w): x for x, w, _ in tensors}
     storages = {storage_id(w) for _, w, _ in tensors}
 
     def part(y: Any) -> Any:
+        """A result as this rank's part of it; what is one of the arguments is that argument again."""
         if not isinstance(y, Tensor):
             return y
+        # Only a strided result can be cut into parts.
         if y.layout != torch.strided:
             raise refusal
+        # An in-place function returns its argument.
         if id(y) in owners:
             if y.shape != owners[id(y)].shape:
                 raise refusal
             return owners[id(y)]
-        own = _split(y, [x.spec for x in given], mesh)
-        if storage_id(y) in storages:
+        specs = [x.spec for x in given]
+        own = _split(y, specs, mesh)
+        is_view = storage_id(y) in storages
+        if is_view:  # torch's result would change with the argument
             own.copied_from = name
         return own
 
     return tree_map(part, out)
 
 
+def _gather_all(leaves, mesh):
+    """The arguments with every ShardTensor gathered into memory of its own, which a function may change."""
+    everywhere = Spec(mesh, ())
+    wholes: list[Any] = []
+    for x in leaves:
+        if isinstance(x, ShardTensor):
+            wholes.append(local(replicate(x)).clone())
+        else:
+            # Every rank computes the whole gradient of a plain tensor.
+            wholes.append(scale_grad_by_replicas(x, everywhere))
+    return wholes
+
+
+def _is_sparse_with_grad(x):
+    """Tell whether an argument is a sparse tensor that needs a gradient, which has no parts."""
+    return isinstance(x, Tensor) and x.layout != torch.strided and x.requires_grad
+
+
 def _count(name, leaves, wholes):
     """Count a call, and the bytes of what was gathered for it; nothing where all was whole already."""
-    made = 0
+    made = 0  # bytes
     for x, whole_x in zip(leaves, wholes, strict=True):
-        if isinstance(x, ShardTensor) and (x.spec.split_dims or x.spec.partial):
+        if _needs_gather(x):
             made += whole_x.nbytes
     if made:
         calls[name] += 1
@@ -150,28 +182,42 @@ def _write_back(x, w, refusal):
     elif x.spec.partial or w.shape != x.spec.shape:
         raise refusal
     else:
-        dispatch(Tensor.copy_, check_writable(x), to_spec(_as_copy(w, x.spec.mesh), x.spec))
+        target = check_writable(x)
+        copy = _as_copy(w, x.spec.mesh)
+        dispatch(Tensor.copy_, target, to_spec(copy, x.spec))
 
 
 def _as_copy(y, mesh):
     """A whole tensor that every rank has, as a ShardTensor."""
-    return wrap(y, Spec(mesh, tuple(map(unsplit_axes, y.shape))))
+    dims = tuple(map(unsplit_axes, y.shape))
+    return wrap(y, Spec(mesh, dims))
 
 
 def _split(y: Tensor, specs: Sequence[Spec], mesh: Mesh) -> ShardTensor:
     """This rank's part of a result that every rank has whole, in memory of its own."""
+    # The first argument with a dimension that fits decides on the split.
     copy = _as_copy(y, mesh)
+    whole_dims = list(copy.spec.dims)
     for spec in specs:
-        dims = list(copy.spec.dims)
+        dims = list(whole_dims)
         for d in spec.split_dims:
-            same = [i for i, n in enumerate(y.shape) if n == spec.shape[d]]
-            at = d if d in same and y.dim() == len(spec.dims) else same[0] if len(same) == 1 else None
-            if at is not None and dims[at] == copy.spec.dims[at]:
+            at = _same_dim(y, spec, d)
+            if at is not None and dims[at] == whole_dims[at]:
                 dims[at] = spec.dims[d]
-        if dims != list(copy.spec.dims):
+        if dims != whole_dims:
             part = to_spec(copy, Spec(mesh, tuple(dims)))
-            return wrap(local(part).clone(), part.spec)
+            return wrap(local(part).clone(), part.spec)  # a view would keep the whole
     return copy
+
+
+def _same_dim(y, spec, d):
+    """The dimension of a result that takes the split of dimension d of an argument, by its place or its size alone."""
+    same_size = [i for i, n in enumerate(y.shape) if n == spec.shape[d]]
+    # The place of a dimension counts more than its size: a square image has two of one size.
+    same_dims = y.dim() == len(spec.dims)
+    if same_dims and d in same_size:
+        return d
+    return same_size[0] if len(same_size) == 1 else None
 
 
 set_fallback("error")

@@ -20,9 +20,19 @@ from torch.autograd.function import Function, _SingleLevelFunction
 from distributed.shard.operands import gradient_spec
 from distributed.shard.rules.attributes import as_gradient
 from distributed.shard.spec import Spec
-from distributed.shard.tensor import AsShardTensors, LocalTensors, ShardTensor, dispatch, flat, local, rules_apply, wrap
+from distributed.shard.tensor import (
+    AsShardTensors,
+    LocalTensors,
+    ShardTensor,
+    dispatch,
+    flat,
+    local,
+    rules_apply,
+    wrap,
+)
 
-SEES_PARTS: set[Callable] = set()  # for which no copy can stand either
+# Functions that the fallback must not compute either, because a copy of the whole cannot stand for the tensor.
+SEES_PARTS: set[Callable] = set()
 
 
 def ask(
@@ -32,12 +42,15 @@ def ask(
     sees_parts: bool = True,
 ) -> None:
     """Let owner.name look for ShardTensors first, and refuse them (or go by a rule). shown: its name in messages."""
+    # The original stays reachable by this closure alone.
     function = getattr(owner, name)
 
     @functools.wraps(function)
     def asking(*args: Any, **kwargs: Any) -> Any:
         if rules_apply() and any(isinstance(a, ShardTensor) for a in flat(args, kwargs)):
-            return dispatch(function if not shown else asking, *args, **kwargs)
+            # A function that is shown by another name has its rules under that name.
+            registered = asking if shown else function
+            return dispatch(registered, *args, **kwargs)
         return function(*args, **kwargs)
 
     if shown:
@@ -60,18 +73,24 @@ torch.jit._builtins._register_builtin(torch.tensor, "aten::tensor")  # for funct
 
 def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """As Function.apply, with gradients of ShardTensors that are ShardTensors."""
-    call = super(_SingleLevelFunction, cls).apply
+    call = super(_SingleLevelFunction, cls).apply  # torch's own, without the question below
     if not (rules_apply() and torch.is_grad_enabled() and any(isinstance(a, ShardTensor) for a in args)):
         return call(*args, **kwargs)
-    out = call(*(_enter(a) for a in args), **kwargs)
-    made = [y for y in (out if isinstance(out, tuple) else (out,)) if isinstance(y, ShardTensor) and y.requires_grad]
+    entered = [_enter(a) for a in args]
+    out = call(*entered, **kwargs)
+
+    # The outputs that have a backward pass: all have the same node, which calls the function's backward.
+    outputs = out if isinstance(out, tuple) else (out,)
+    made = [y for y in outputs if isinstance(y, ShardTensor) and y.requires_grad]
     if made:
         seen = {y.output_nr: gradient_spec(y.spec) for y in made}
-        node: Any = made[0].grad_fn
-        user = cls.backward if cls.vjp is Function.vjp else cls.vjp
-        node.register_prehook(lambda grads: _seen(grads, seen))
         into = [gradient_spec(a.spec) if isinstance(a, ShardTensor) else None for a in args]
-        node._forward_cls = SimpleNamespace(vjp=Function.vjp, backward=functools.partial(_backward, user, seen, into))
+        node: Any = made[0].grad_fn
+        user_backward = cls.backward if cls.vjp is Function.vjp else cls.vjp
+        backward = functools.partial(_backward, user_backward, seen, into)
+        node.register_prehook(lambda grads: _seen(grads, seen))
+        # The node calls this in place of the user's class.
+        node._forward_cls = SimpleNamespace(vjp=Function.vjp, backward=backward)
     return out
 
 
@@ -81,31 +100,45 @@ _owner.apply = classmethod(apply)  # type: ignore[attr-defined]
 
 
 def _seen(grads, specs):
-    """The gradients of a function's outputs, those of ShardTensors as ShardTensors."""
-    return tuple(g if g is None or i not in specs else wrap(g, specs[i]) for i, g in enumerate(grads))
+    """The gradients of a function's outputs, those of ShardTensors as ShardTensors. specs: {number of output: Spec}."""
+    seen = []
+    for number, grad in enumerate(grads):
+        is_split = grad is not None and number in specs
+        seen.append(wrap(grad, specs[number]) if is_split else grad)
+    return tuple(seen)
 
 
 def _backward(user, seen, into, ctx, *grads):
     """The backward of a custom function; its results are brought to the specs of the inputs."""
+    # The user's code computes with ShardTensors, although autograd runs on local parts.
     with AsShardTensors():
         gradients = user(ctx, *_seen(grads, seen))
-    return tuple(map(as_gradient, gradients if isinstance(gradients, tuple) else (gradients,), into))
+    # A function of one input may return its gradient alone.
+    if not isinstance(gradients, tuple):
+        gradients = (gradients,)
+    return tuple(map(as_gradient, gradients, into))
 
 
 def _enter(x):
     """An argument of a custom function, whose gradient may be a ShardTensor."""
-    if not (isinstance(x, Tensor) and x.requires_grad):
+    needs_grad = isinstance(x, Tensor) and x.requires_grad
+    if not needs_grad:
         return x
+    spec = x.spec if isinstance(x, ShardTensor) else None
     with LocalTensors():
-        return _Enter.apply(x, x.spec if isinstance(x, ShardTensor) else None)
+        return _Enter.apply(x, spec)
 
 
 class _Enter(torch.autograd.Function):
+    """Identity, through which a ShardTensor's gradient leaves a custom function as the gradient of a local part."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, spec: Spec | None) -> Tensor:
         ctx.spec = spec
-        return x.view_as(x) if spec is None else wrap(x.view_as(x), spec)
+        view = x.view_as(x)
+        return view if spec is None else wrap(view, spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        return local(as_gradient(grad, ctx.spec and gradient_spec(ctx.spec))), None
+        spec = None if ctx.spec is None else gradient_spec(ctx.spec)
+        return local(as_gradient(grad, spec)), None

@@ -1,6 +1,7 @@
 """Preparation of a rule's operands: sum up partial ones, prepare weights, bring tensors to one split, scatter them."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -10,7 +11,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distributed.collectives import all_to_all, copy_to_region, divide_gradient, reduce_from_region
 from distributed.shard.redistribute import recut, sizes_of
-from distributed.shard.spec import Axes, Mesh, Pieces, Spec, as_mesh, mesh_dims_of, part_of, spec_of, unsplit_axes
+from distributed.shard.spec import (
+    Axes,
+    Mesh,
+    Pieces,
+    Spec,
+    as_mesh,
+    mesh_dims_of,
+    part_of,
+    spec_of,
+    unsplit_axes,
+)
 from distributed.shard.tensor import MaybeTensor, ShardTensor, find_libraries, local, no_rule, wrap
 from utils.torch_private import group_named
 
@@ -29,11 +40,14 @@ def global_shape(x: Tensor) -> torch.Size:
 
 def gradient_spec(spec: Spec) -> Spec:
     """How the gradient of a tensor is split: as the tensor, and that of a partial tensor is whole on every rank."""
-    return spec.derived(("gradient",), lambda: spec.with_dims(spec.dims, ())) if spec.partial else spec
+    if not spec.partial:
+        return spec
+    return spec.derived(("gradient",), lambda: spec.with_dims(spec.dims, ()))
 
 
 def check_writable(x: ShardTensor) -> ShardTensor:
     """The tensor that an in-place operation has changed. Raises no_rule where another should have changed with it."""
+    # torch's result would be a view, whose base would change too.
     if x.copied_from:
         why = f"in place on what {x.copied_from} copied from whole tensors"
         raise no_rule(torch.Tensor.copy_, (x,), {}, why)
@@ -57,6 +71,7 @@ def scale_grad_by_replicas(x: MaybeTensor, spec: Spec) -> MaybeTensor:
     If several ranks hold the same result, each of them computes the whole gradient of the weight, not a part. The
     gradient is then divided by the number of copies, so that the sum over the ranks stays right.
     """
+    # Only plain tensors have copies of which each rank computes a gradient.
     if not isinstance(x, torch.Tensor) or isinstance(x, ShardTensor):
         return x
     if spec.copies > 1 and x.requires_grad:
@@ -75,10 +90,14 @@ def as_replicated(x: Tensor, spec: Spec) -> ShardTensor:
 def common_spec(tensors: Sequence[Tensor]) -> Spec:
     """The spec of the result of broadcasting: each dimension takes the first split that an operand has there."""
     specs = [x.spec for x in tensors if isinstance(x, ShardTensor)]
-    shape = torch.broadcast_shapes(*map(global_shape, tensors))
-    # Dimensions are counted from the end, as broadcasting does.
-    sizes = dict(zip(range(-len(shape), 0), shape, strict=True))
-    labelled = [(spec, range(-len(spec.dims), 0)) for spec in specs]
+    shape = torch.broadcast_shapes(*map(global_shape, tensors))  # of the result
+    # Dimensions are counted from the end, as broadcasting does: the labels are -1, -2, ...
+    count = len(shape)
+    sizes = dict(zip(range(-count, 0), shape, strict=True))
+    labelled = []
+    for spec in specs:
+        count = len(spec.dims)
+        labelled.append((spec, range(-count, 0)))
     axes = joint_axes(labelled, sizes, set())
     return Spec(specs[0].mesh, tuple(axes.values()))
 
@@ -98,17 +117,19 @@ def joint_axes(
     for wants_split in (True, False):
         for spec, names in parts:
             for name, size, own in zip(names, spec.shape, spec.dims, strict=True):
-                by = mesh_dims_of(own)
+                split_by = mesh_dims_of(own)
                 broadcasts = size != sizes[name]
-                is_taken = by & used or mesh_dims_of(axes[name])
-                if bool(by) == wants_split and not broadcasts and not is_taken:
+                is_taken = split_by & used or mesh_dims_of(axes[name])
+                has_turn = bool(split_by) == wants_split
+                if has_turn and not broadcasts and not is_taken:
                     axes[name] = own
-                    used |= by
+                    used |= split_by
     return axes
 
 
 def split_alike(spec: Spec, other: Spec) -> bool:
     """Tell whether tensors of one shape have the same elements on every rank; axes of unsplit dimensions may differ."""
+    # A sum has other elements on each rank than what it is the sum of.
     if spec.partial != other.partial:
         return False
     for d, (axes, other_axes) in enumerate(zip(spec.dims, other.dims, strict=True)):
@@ -122,24 +143,30 @@ def to_spec(x: ShardTensor, spec: Spec) -> ShardTensor:
     """The tensor redistributed to a spec. If its axes are others and several a dimension, a slice of the whole."""
     if split_alike(x.spec, spec):
         return wrap(local(x), spec)
-    # The same axes in other pieces: cut them again.
+
+    # The same axes in other pieces are only cut again, so that a product of axes need not become whole.
     axes = _split_axes(x.spec)
     has_no_prefix = not any(axis.prefix for axis in axes)
-    same_axes = [_without_sizes(a) for a in axes] == [_without_sizes(a) for a in _split_axes(spec)]
-    if same_axes and x.spec.partial == spec.partial and has_no_prefix:
+    old_axes = [_without_sizes(axis) for axis in axes]
+    new_axes = [_without_sizes(axis) for axis in _split_axes(spec)]
+    same_axes = old_axes == new_axes and x.spec.partial == spec.partial
+    if same_axes and has_no_prefix:
         part, new = recut(local(x), x.spec, sizes_of(spec))
         if split_alike(new, spec):
             return wrap(part, spec)
     has_products = any(len(axes_of_dim) > 1 for axes_of_dim in spec.dims)
     if not has_products:
         return redistribute(x, spec.placements, sizes_of(spec))
+
+    # Placements cannot describe a product of axes: each rank gathers the whole and keeps its part.
     full = sum_grad_over_replicas(replicate(x), spec)
     return wrap(part_of(full, spec), spec)
 
 
 def _split_axes(spec):
     """The axes of all dimensions that are split."""
-    return [axis for axes in spec.dims for axis in axes if axis.sizes is not None]
+    every_axis = chain.from_iterable(spec.dims)
+    return [axis for axis in every_axis if axis.sizes is not None]
 
 
 def _without_sizes(axis):
@@ -150,16 +177,21 @@ def _without_sizes(axis):
 def sum_grad_over_replicas(x: ShardTensor, spec: Spec) -> Tensor:
     """The local part of x, of which ranks use their copies for other parts of a result: their gradients are summed."""
     part = local(x)
-    apart = []
+    used_apart = []  # mesh dimensions whose ranks use their copies for other parts
     for m, (own, other) in enumerate(zip(x.spec.placements, spec.placements, strict=True)):
         if own.is_replicate() and not other.is_replicate():
-            apart.append(m)
-    for group in spec.mesh.groups_of(apart):
+            used_apart.append(m)
+    # Backward sums the gradients over the ranks of each group.
+    for group in spec.mesh.groups_of(used_apart):
         part = copy_to_region(part, group)
     return part
 
 
-def local_operand(x: Tensor, spec: Spec, result: Spec | None = None) -> Tensor:
+def local_operand(
+    x: Tensor,
+    spec: Spec,
+    result: Spec | None = None,
+) -> Tensor:
     """The local part of an operand, which broadcasts against a tensor with this spec: by default that of the result."""
     result = result or spec
     ahead = len(spec.dims) - x.dim()  # dimensions that the operand does not have
@@ -169,8 +201,10 @@ def local_operand(x: Tensor, spec: Spec, result: Spec | None = None) -> Tensor:
         broadcasts = n == 1 and size != 1
         wanted.append(() if broadcasts else axes)
     if not isinstance(x, ShardTensor):
-        return part_of(scale_grad_by_replicas(x, result), spec.with_dims(wanted, ()))
-    return sum_grad_over_replicas(to_spec(x, x.spec.with_dims(wanted)), result)
+        full = scale_grad_by_replicas(x, result)
+        return part_of(full, spec.with_dims(wanted, ()))
+    split = to_spec(x, x.spec.with_dims(wanted))
+    return sum_grad_over_replicas(split, result)
 
 
 def scatter_tensor(
@@ -193,14 +227,17 @@ def scatter_tensor(
     here = group.rank == src
 
     # Every rank learns what the tensor is like.
-    facts: list[Any] = [(x.shape, x.dtype, x.device.type, x.requires_grad) if here else None]
-    dist.broadcast_object_list(facts, src=dist.get_global_rank(process_group, src), group=process_group)
+    facts: list[Any] = [None]
+    if here:
+        facts = [(x.shape, x.dtype, x.device.type, x.requires_grad)]
+    global_src = dist.get_global_rank(process_group, src)
+    dist.broadcast_object_list(facts, src=global_src, group=process_group)
     shape, dtype, device, differentiable = facts[0]
     spec = spec_of(mesh, shape, placements, sizes)
     if spec.partial:
         raise ValueError("scatter_tensor: a tensor cannot be scattered as Partial()")
 
-    # An all-to-all in which only src sends.
+    # Only src sends in this all-to-all, whose backward pass brings the gradients to src.
     if here:
         parts = [part_of(x, spec, rank).contiguous() for rank in range(group.size)]
         flat = torch.cat([part.flatten() for part in parts])
@@ -210,5 +247,7 @@ def scatter_tensor(
         sent = (0,) * group.size
     received = [0] * group.size
     received[src] = spec.local_shape.numel()
-    part = all_to_all(flat, sent, tuple(received), group).view(spec.local_shape)
+    # Parts travel flat, because they differ in shape.
+    own = all_to_all(flat, sent, tuple(received), group)  # (elements of this rank,)
+    part = own.view(spec.local_shape)
     return wrap(scale_grad_by_replicas(part, spec), spec)

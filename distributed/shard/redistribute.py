@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 def redistribute(
-    local: Tensor, spec: Spec, placements: Sequence["Placement"], sizes: Pieces | None = None
+    local: Tensor,
+    spec: Spec,
+    placements: Sequence["Placement"],
+    sizes: Pieces | None = None,
 ) -> tuple[Tensor, Spec]:
     """The local part and the Spec of the same tensor with new `placements`; differentiable.
 
@@ -40,9 +43,11 @@ def redistribute(
     from torch.distributed.tensor import Shard  # slow to import
 
     sizes = sizes or {}
-    if len(placements) != len(spec.mesh.groups):
-        raise ValueError(f"{len(placements)} placements for a mesh of {len(spec.mesh.groups)} dimensions")
-    placements = [Shard(p.dim % len(spec.dims)) if isinstance(p, Shard) else p for p in placements]
+    mesh_dims = len(spec.mesh.groups)
+    if len(placements) != mesh_dims:
+        raise ValueError(f"{len(placements)} placements for a mesh of {mesh_dims} dimensions")
+    count = len(spec.dims)
+    placements = [Shard(p.dim % count) if isinstance(p, Shard) else p for p in placements]
 
     # Mesh dimensions that only gather come first: they make room for others.
     gathering = []
@@ -56,7 +61,9 @@ def redistribute(
     while pending:
         free = [m for m in pending if _is_free(spec, m, placements[m])]
         m = free[0] if free else pending[0]
-        if not free and spec.placements[m].is_shard():  # two mesh dimensions swap their tensor dimensions
+        # Where none is free, two mesh dimensions swap their tensor dimensions: one is gathered to make room.
+        is_swap = not free and spec.placements[m].is_shard()
+        if is_swap:
             local, spec = _gather(local, spec, m)
             continue
         pending.remove(m)
@@ -66,7 +73,10 @@ def redistribute(
 
 def _is_free(spec, m, target):
     """Tell whether no mesh dimension but m splits the dimension that m is to split."""
-    return not target.is_shard() or mesh_dims_of(spec.dims[target.dim]) <= {m}
+    if not target.is_shard():
+        return True
+    split_by = mesh_dims_of(spec.dims[target.dim])
+    return split_by <= {m}
 
 
 def _change(local, spec, m, target, sizes):
@@ -77,26 +87,34 @@ def _change(local, spec, m, target, sizes):
         keeps_sizes = sizes is None or not target.is_shard() or tuple(sizes) == sizes_of(spec)[m]
         if keeps_sizes:
             return local, spec
+    # A split tensor is exchanged, or gathered.
     if source.is_shard() and target.is_shard():
         return _exchange(local, spec, m, target.dim, sizes)
     if source.is_shard():
         local, spec = _gather(local, spec, m)
-        return (local, spec) if target.is_replicate() else _change(local, spec, m, target, sizes)
+        if target.is_replicate():
+            return local, spec
+        return _change(local, spec, m, target, sizes)
     if target.is_partial():
-        return divided(local, group.size), spec.with_dims(spec.dims, (*spec.partial, m))
+        term = divided(local, group.size)  # each rank has an equal term of the sum
+        return term, spec.with_dims(spec.dims, (*spec.partial, m))
 
-    # From a partial or replicated tensor, of which `summed` is the spec once its parts are added up.
-    summed = spec.with_dims(spec.dims, tuple([p for p in spec.partial if p != m]))
+    # The source is partial or replicated. `summed` is the spec once its parts are added up.
+    left = tuple([p for p in spec.partial if p != m])
+    summed = spec.with_dims(spec.dims, left)
     if target.is_replicate():
         return reduce_from_region(local, group), summed
+    # The parts of a sum are added up and cut in one collective; copies are only cut.
     new, sizes = _cut(summed, target.dim, m, sizes)
     split = reduce_scatter if source.is_partial() else scatter_to_region
-    return split(local, target.dim, sizes, group), new
+    part = split(local, target.dim, sizes, group)
+    return part, new
 
 
 def sizes_of(spec: Spec) -> dict[int, Sizes]:
     """{mesh dimension: the sizes of its pieces} of those that split a tensor."""
-    return {axis.mesh_dim: axis.sizes for axis in chain(*spec.dims) if axis.sizes is not None}
+    every_axis = chain.from_iterable(spec.dims)
+    return {axis.mesh_dim: axis.sizes for axis in every_axis if axis.sizes is not None}
 
 
 def _cut(spec, dim, m, sizes):
@@ -119,14 +137,16 @@ def _gather(local, spec, m):
 
     # Elements ahead of the product of axes are apart: the first rank has them.
     prefix = axes[0].prefix
-    head = local.narrow(dim, 0, prefix if spec.is_first(axes) else 0)
+    own_prefix = prefix if spec.is_first(axes) else 0
+    head = local.narrow(dim, 0, own_prefix)
     is_product = len(axes) > 1
     if is_product:
-        local = local.narrow(dim, head.shape[dim], local.shape[dim] - head.shape[dim])
+        local = local.narrow(dim, own_prefix, local.shape[dim] - own_prefix)
         local = local.unflatten(dim, spec.local_axes(axes))  # (..., each axis, ...)
     local = gather_from_region(local, dim + place, sizes, group)
     if is_product:
-        local = local.flatten(dim, dim + len(axes) - 1)
+        last = dim + len(axes) - 1
+        local = local.flatten(dim, last)
     if prefix and spec.is_first(left):
         of_others = [0] * (group.size - 1)
         head = gather_from_region(head, dim, (prefix, *of_others), group)
@@ -134,15 +154,27 @@ def _gather(local, spec, m):
     return local, spec.with_axes(dim, merged(left))
 
 
-def recut(local: Tensor, spec: Spec, cut: Pieces) -> tuple[Tensor, Spec]:
+def recut(
+    local: Tensor,
+    spec: Spec,
+    cut: Pieces,
+) -> tuple[Tensor, Spec]:
     """The same tensor with other sizes of the pieces of its axes, {mesh dimension: sizes}: one all-to-all for each.
 
     Unlike redistribute it keeps dimensions that are products of axes.
     """
-    flat = spec.with_dims([(axis,) for axis in chain(*spec.dims)])  # a dimension for each axis
-    local, flat = redistribute(local.reshape(flat.local_shape), flat, flat.placements, cut)
-    axes = chain(*flat.dims)
-    spec = spec.with_dims([tuple(islice(axes, len(dim))) for dim in spec.dims])
+    # Each axis is a dimension of its own meanwhile.
+    every_axis = chain.from_iterable(spec.dims)
+    flat = spec.with_dims([(axis,) for axis in every_axis])
+    local = local.reshape(flat.local_shape)
+    local, flat = redistribute(local, flat, flat.placements, cut)
+
+    # The dimensions are as many axes as before, with their new sizes.
+    new_axes = chain.from_iterable(flat.dims)
+    dims = []
+    for old in spec.dims:
+        dims.append(tuple(islice(new_axes, len(old))))
+    spec = spec.with_dims(dims)
     return local.reshape(spec.local_shape), spec
 
 
@@ -153,19 +185,25 @@ def _exchange(local, spec, m, dim, sizes):
     group = spec.mesh.groups[m]
     old = spec.placements[m].dim
     if len(spec.dims[old]) > 1:  # a product of axes is not in one piece
-        return _change(*_gather(local, spec, m), m, Shard(dim), sizes)
+        local, spec = _gather(local, spec, m)
+        return _change(local, spec, m, Shard(dim), sizes)
     (before,) = spec.dims[old]
-    new, sizes = _cut(spec.with_axes(old, unsplit_axes(before.size)), dim, m, sizes)
+    gathered = spec.with_axes(old, unsplit_axes(before.size))
+    new, sizes = _cut(gathered, dim, m, sizes)
     if old == dim:
-        return HaloExchange(local, dim, before.sizes, bounds(sizes), group).rows(), new
+        # The dimension only changes its sizes, so rows move mostly between neighbours.
+        exchange = HaloExchange(local, dim, before.sizes, bounds(sizes), group)
+        return exchange.rows(), new
 
     # This rank's block for rank r: its rows of the old dimension, and r's rows of the new one.
     blocks = local.split(sizes, dim)
     sent = tuple([block.numel() for block in blocks])
+    outgoing = torch.cat([block.flatten() for block in blocks])
     shape = new.local_shape
     shapes = [(*shape[:old], n, *shape[old + 1 :]) for n in before.sizes]  # of the blocks that arrive
     received = tuple([math.prod(of_block) for of_block in shapes])
-    flat = all_to_all(torch.cat([block.flatten() for block in blocks]), sent, received, group)
+    flat = all_to_all(outgoing, sent, received, group)
+    # The blocks arrive flat, in the order of the ranks.
     arrived = []
     for block, of_block in zip(flat.split(received), shapes, strict=True):
         arrived.append(block.view(of_block))
@@ -181,14 +219,20 @@ def as_dtensor(
     """The contiguous DTensor of a global shape, of which this rank holds `local`. Nothing is communicated."""
     from torch.distributed.tensor import DTensor  # slow to import
 
-    stride = tuple([math.prod(shape[i + 1 :]) for i in range(len(shape))])
+    count = len(shape)
+    stride = tuple([math.prod(shape[i + 1 :]) for i in range(count)])
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def chunks(shape: Sequence[int], placements: Sequence["Placement"], mesh: DeviceMesh) -> Pieces:
+def chunks(
+    shape: Sequence[int],
+    placements: Sequence["Placement"],
+    mesh: DeviceMesh,
+) -> Pieces:
     """{mesh dimension: sizes of the pieces} of a DTensor."""
     from torch.distributed.tensor import Shard  # slow to import
 
+    # torch cuts as torch.chunk does, which may leave the last ranks without elements.
     pieces = {}
     for m, placement in enumerate(placements):
         if isinstance(placement, Shard):
@@ -198,5 +242,9 @@ def chunks(shape: Sequence[int], placements: Sequence["Placement"], mesh: Device
 
 def chunk_sizes_of(size: int, parts: int) -> Sizes:
     """The sizes of the pieces that torch.chunk and DTensor make: (10, 4) -> (3, 3, 3, 1)."""
-    piece = -(-size // parts)
-    return tuple(max(0, min(piece, size - i * piece)) for i in range(parts))
+    piece = -(-size // parts)  # rounded up
+    sizes = []
+    for i in range(parts):
+        left = max(0, size - i * piece)
+        sizes.append(min(piece, left))
+    return tuple(sizes)

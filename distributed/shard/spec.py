@@ -56,11 +56,13 @@ class Mesh:
 
     def groups_of(self, mesh_dims: Collection[int]) -> list[Group]:
         """The groups of some dimensions. All dimensions together have one, the joint group."""
-        return [self.joint] if len(mesh_dims) == len(self.groups) else [self.groups[m] for m in mesh_dims]
+        if len(mesh_dims) == len(self.groups):
+            return [self.joint]
+        return [self.groups[m] for m in mesh_dims]
 
 
-# By id of the DeviceMesh, as long as a Spec uses it: a process group that outlives destroy_process_group aborts the
-# process at its end, or lets it wait.
+# Each Mesh is known by the id of its DeviceMesh, as long as a Spec uses it: a process group that outlives
+# destroy_process_group aborts the process at its end, or lets it wait.
 _meshes: dict[int, weakref.ref[Mesh]] = {}
 
 
@@ -69,16 +71,20 @@ def as_mesh(device_mesh: DeviceMesh | Mesh) -> Mesh:
     if isinstance(device_mesh, Mesh):
         return device_mesh
     known = _meshes.get(id(device_mesh))
+    # The reference is weak: it is empty once no Spec uses the Mesh.
     mesh = known() if known else None
-    if mesh is None:
-        groups = tuple(as_group(device_mesh.get_group(i)) for i in range(device_mesh.ndim))
-        joint = groups[0]
-        if device_mesh.ndim > 1:
-            group = flattened(device_mesh).get_group()
-            comm.set_group_timeout(group)
-            joint = as_group(group)
-        mesh = Mesh(device_mesh, groups, joint)
-        _meshes[id(device_mesh)] = weakref.ref(mesh)
+    if mesh is not None:
+        return mesh
+    process_groups = [device_mesh.get_group(i) for i in range(device_mesh.ndim)]
+    groups = tuple([as_group(group) for group in process_groups])
+    joint = groups[0]
+    if device_mesh.ndim > 1:
+        # All ranks of the mesh together need a group of their own, which torch makes here.
+        group = flattened(device_mesh).get_group()
+        comm.set_group_timeout(group)
+        joint = as_group(group)
+    mesh = Mesh(device_mesh, groups, joint)
+    _meshes[id(device_mesh)] = weakref.ref(mesh)
     return mesh
 
 
@@ -102,18 +108,23 @@ class Spec:
         shape = []
         for axes in dims:
             prefix = axes[0].prefix if axes else 0
-            shape.append(prefix + math.prod([axis.size for axis in axes]))
+            sizes = [axis.size for axis in axes]
+            shape.append(prefix + math.prod(sizes))
         self.shape = torch.Size(shape)
-        self.local_shape = torch.Size([self.local_length(axes) for axes in dims])  # of this rank
+        local_lengths = [self.local_length(axes) for axes in dims]
+        self.local_shape = torch.Size(local_lengths)  # of this rank
         self.split_dims = tuple([dim for dim, axes in enumerate(dims) if mesh_dims_of(axes)])
+        # Ranks along mesh dimensions that neither split the tensor nor hold a term of it have the same local tensor.
         used = mesh_dims_of(*dims).union(partial)
-        # Ranks that hold the same local tensor:
-        self.copies = math.prod([group.size for m, group in enumerate(mesh.groups) if m not in used])
+        unused_sizes = [group.size for m, group in enumerate(mesh.groups) if m not in used]
+        self.copies = math.prod(unused_sizes)
 
     def __eq__(self, other: Any) -> bool:
+        # Most specs that are compared are one object, because specs are kept (see `derived`).
         if self is other:
             return True
-        return self.dims == other.dims and self.partial == other.partial and self.mesh.groups == other.mesh.groups
+        same_split = self.dims == other.dims and self.partial == other.partial
+        return same_split and self.mesh.groups == other.mesh.groups
 
     @property
     def placements(self) -> tuple["Placement", ...]:
@@ -121,7 +132,8 @@ class Spec:
         from torch.distributed.tensor import Partial, Replicate, Shard  # slow to import
 
         result: list[Placement] = []
-        for m in range(len(self.mesh.groups)):
+        count = len(self.mesh.groups)
+        for m in range(count):
             result.append(Partial() if m in self.partial else Replicate())
         for dim, axes in enumerate(self.dims):
             for axis in axes:
@@ -135,7 +147,8 @@ class Spec:
 
     def is_first(self, axes: Axes, rank: int | None = None) -> bool:
         """Tell whether a rank (by default this one) is the first of those among which axes are split."""
-        return all(axis.sizes is None or self.coordinate(axis.mesh_dim, rank) == 0 for axis in axes)
+        split_axes = [axis for axis in axes if axis.sizes is not None]
+        return all(self.coordinate(axis.mesh_dim, rank) == 0 for axis in split_axes)
 
     def local_axes(
         self,
@@ -148,15 +161,18 @@ class Spec:
             if axis.sizes is None:
                 sizes.append(axis.size)
             else:
-                sizes.append(axis.sizes[self.coordinate(axis.mesh_dim, rank)])
+                coordinate = self.coordinate(axis.mesh_dim, rank)
+                sizes.append(axis.sizes[coordinate])
         return sizes
 
     def coordinate(self, mesh_dim: int, rank: int | None = None) -> int:
         """The coordinate along a mesh dimension of this rank, or of a rank counted in row-major order."""
         if rank is None:
             return self.mesh.groups[mesh_dim].rank
-        inner = math.prod([group.size for group in self.mesh.groups[mesh_dim + 1 :]])
-        return rank // inner % self.mesh.groups[mesh_dim].size
+        # Ranks are numbered as elements of a tensor are: the last mesh dimension is the innermost.
+        inner_sizes = [group.size for group in self.mesh.groups[mesh_dim + 1 :]]
+        size = self.mesh.groups[mesh_dim].size
+        return rank // math.prod(inner_sizes) % size
 
     def offset(self, axis: Axis) -> int:
         """The index of the first element of this rank's piece of an axis."""
@@ -171,10 +187,13 @@ class Spec:
         Raises CannotSplit for a split dimension of several axes, because a rank's part of it is not contiguous.
         """
         axes = self.dims[dim]
-        if len(axes) == 1 and axes[0].sizes is not None:
-            return axes[0].sizes, self.mesh.groups[axes[0].mesh_dim]
+        if len(axes) == 1:
+            (axis,) = axes
+            if axis.sizes is not None:
+                return axis.sizes, self.mesh.groups[axis.mesh_dim]
         if mesh_dims_of(axes):
-            raise CannotSplit(f"dimension {dim} is a product of axes {[a.size for a in axes]} and not in one piece")
+            factors = [axis.size for axis in axes]
+            raise CannotSplit(f"dimension {dim} is a product of axes {factors} and not in one piece")
         return None
 
     def with_dims(
@@ -183,14 +202,23 @@ class Spec:
         partial: tuple[int, ...] | None = None,
     ) -> "Spec":
         """The spec of a tensor with these axes on the same mesh. partial: by default that of this spec."""
-        return Spec(self.mesh, tuple(dims), self.partial if partial is None else partial)
+        if partial is None:
+            partial = self.partial
+        return Spec(self.mesh, tuple(dims), partial)
 
     def with_axes(self, dim: int, axes: Axes) -> "Spec":
         """The spec with other axes for one dimension (not negative)."""
-        return self.with_dims((*self.dims[:dim], axes, *self.dims[dim + 1 :]))
+        before = self.dims[:dim]
+        behind = self.dims[dim + 1 :]
+        return self.with_dims((*before, axes, *behind))
 
-    def derived(self, key: tuple, make: Callable[[], Derived]) -> Derived:
+    def derived(
+        self,
+        key: tuple,
+        make: Callable[[], Derived],
+    ) -> Derived:
         """The result of make(), cached under a key because every training step repeats the same operations."""
+        # A compiled step is traced once, so that a cache would serve nothing.
         if is_dynamo_compiling():
             return make()
         if key not in self._derived:
@@ -199,6 +227,7 @@ class Spec:
 
     def resized(self, sizes: Mapping[int, int | Sizes]) -> "Spec":
         """The spec with other sizes of some dimensions: {dim: one size, or the sizes of all ranks}."""
+        # Only dimensions with one axis have new sizes of their ranks.
         dims = list(self.dims)
         for dim, size in sizes.items():
             if isinstance(size, int):
@@ -210,23 +239,30 @@ class Spec:
 
     def shares(self, *dims: int) -> Shares:
         """(elements of dims on each rank, Group) of the ranks among which dims are split; None if all are whole."""
-        split = mesh_dims_of(*[self.dims[dim] for dim in dims])
+        axes_of_dims = [self.dims[dim] for dim in dims]
+        split = mesh_dims_of(*axes_of_dims)
+        # Every rank has whole dimensions.
         if not split:
             return None
         (group,) = self.mesh.groups_of(split)
         elements = []
         for rank in self.ranks(*dims):
-            elements.append(math.prod([self.local_length(self.dims[dim], rank) for dim in dims]))
+            lengths = [self.local_length(axes, rank) for axes in axes_of_dims]
+            elements.append(math.prod(lengths))
         return tuple(elements), group
 
     def ranks(self, *dims: int) -> list[int]:
         """The ranks among which dims are split, counted in row-major order; [0] if they are whole."""
-        split = mesh_dims_of(*[self.dims[dim] for dim in dims])
-        others = [m for m in range(len(self.mesh.groups)) if m not in split]
+        axes_of_dims = [self.dims[dim] for dim in dims]
+        split = mesh_dims_of(*axes_of_dims)
+        count = len(self.mesh.groups)
+        others = [m for m in range(count) if m not in split]
+        # The order is that of the pieces in the whole.
         ranks = []
         for rank in range(self.mesh.joint.size):
-            # One rank for each piece: the first along all other mesh dimensions.
-            if not any(self.coordinate(m, rank) for m in others):
+            # The first rank along all other mesh dimensions stands for those that hold the same piece.
+            is_first = not any(self.coordinate(m, rank) for m in others)
+            if is_first:
                 ranks.append(rank)
         return ranks
 
@@ -256,18 +292,21 @@ def merged(axes: Iterable[Axis]) -> Axes:
     """
     result: list[Axis] = []
     for axis in axes:
-        if axis.size == 1 and axis.sizes is None and not axis.prefix:
+        is_split = axis.sizes is not None
+        if axis.size == 1 and not is_split and not axis.prefix:
             continue
-        if result and axis.sizes is None:  # pieces of the outer axis stay contiguous
+        if result and not is_split:  # pieces of the outer axis stay contiguous
             outer = result[-1]
             sizes = outer.sizes and tuple([n * axis.size for n in outer.sizes])
             result[-1] = outer._replace(size=outer.size * axis.size, sizes=sizes)
         else:
             result.append(axis)
-    if len(result) == 1 and result[0].prefix:
+    has_one_axis = len(result) == 1
+    if has_one_axis and result[0].prefix:
         size, mesh_dim, sizes, prefix = result[0]
         if sizes:  # the first rank holds the prefix
-            sizes = (sizes[0] + prefix, *sizes[1:])
+            first, *others = sizes
+            sizes = (first + prefix, *others)
         return (Axis(size + prefix, mesh_dim, sizes),)
     return tuple(result)
 
@@ -281,7 +320,8 @@ def prefix_axes(axes: Axes, count: int) -> Axes:
         # The outermost axis has all elements, each other one a single element.
         size = 1 if result else count
         of_others = [0] * (len(axis.sizes) - 1)
-        result.append(Axis(size, axis.mesh_dim, (size, *of_others)))
+        sizes = (size, *of_others)
+        result.append(Axis(size, axis.mesh_dim, sizes))
     return tuple(result)
 
 
@@ -311,7 +351,8 @@ def spec_of(
         if not isinstance(placement, Shard):
             continue
         dim = placement.dim % len(shape)
-        if any(axis.sizes for axis in dims[dim]):
+        is_split_already = any(axis.sizes for axis in dims[dim])
+        if is_split_already:
             raise ValueError(f"dimension {dim} cannot be split over two dimensions of the mesh")
         dims[dim] = cut_over(mesh, m, shape[dim], sizes.get(m))
     return Spec(mesh, tuple(dims), tuple(partial))
@@ -327,6 +368,7 @@ def cut_over(
 
     Raises ValueError if the sizes do not add up, or are not one for each rank.
     """
+    # Sizes may come from a user or a checkpoint.
     ranks = mesh.groups[m].size
     sizes = tuple(sizes or shard_sizes(size, ranks))
     if len(sizes) != ranks or sum(sizes) != size:
@@ -334,7 +376,11 @@ def cut_over(
     return (Axis(size, m, sizes),)
 
 
-def part_of(full: Tensor, spec: Spec, rank: int | None = None) -> Tensor:
+def part_of(
+    full: Tensor,
+    spec: Spec,
+    rank: int | None = None,
+) -> Tensor:
     """The part of a whole tensor that a rank of the mesh (by default this rank) holds; differentiable.
 
     A dimension of size 1 stays whole if the spec has a larger size for it, because it broadcasts.
@@ -345,18 +391,25 @@ def part_of(full: Tensor, spec: Spec, rank: int | None = None) -> Tensor:
         broadcasts = full.shape[dim] == 1 and spec.shape[dim] != 1
         if broadcasts:
             continue
+        # Elements ahead of the product of axes are apart.
         prefix = axes[0].prefix
-        is_product = len(axes) > 1
         before = full
         full = full.narrow(dim, prefix, full.shape[dim] - prefix)
+
+        # Each split axis is cut by itself, as a dimension of its own.
+        is_product = len(axes) > 1
         if is_product:
-            full = full.unflatten(dim, [axis.size for axis in axes])  # (..., each axis, ...)
+            axis_sizes = [axis.size for axis in axes]
+            full = full.unflatten(dim, axis_sizes)  # (..., each axis, ...)
         for place, axis in enumerate(axes):
             if axis.sizes is not None:
                 at = spec.coordinate(axis.mesh_dim, rank)
-                full = full.narrow(dim + place, sum(axis.sizes[:at]), axis.sizes[at])
+                start = sum(axis.sizes[:at])
+                full = full.narrow(dim + place, start, axis.sizes[at])
         if is_product:
-            full = full.flatten(dim, dim + len(axes) - 1)
+            last = dim + len(axes) - 1
+            full = full.flatten(dim, last)
         if prefix and spec.is_first(axes, rank):
-            full = torch.cat([before.narrow(dim, 0, prefix), full], dim)
+            ahead = before.narrow(dim, 0, prefix)
+            full = torch.cat([ahead, full], dim)
     return full

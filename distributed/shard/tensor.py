@@ -59,7 +59,8 @@ class ShardTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        rule, kwargs = RULES.get(func), kwargs or {}
+        rule = RULES.get(func)
+        kwargs = kwargs or {}
         if kwargs and not isinstance(func, FunctionType):  # functions written in C have names of numpy's too
             kwargs = {NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
         try:
@@ -75,7 +76,11 @@ class ShardTensor(torch.Tensor):
 
     @classmethod
     def from_local(
-        cls, local: Tensor, mesh: DeviceMesh | Mesh, placements: Sequence["Placement"], sizes: Pieces | None = None
+        cls,
+        local: Tensor,
+        mesh: DeviceMesh | Mesh,
+        placements: Sequence["Placement"],
+        sizes: Pieces | None = None,
     ) -> "ShardTensor":
         """Make a ShardTensor of the local tensors of all ranks; differentiable.
 
@@ -85,18 +90,21 @@ class ShardTensor(torch.Tensor):
         """
         from torch.distributed.tensor import Shard  # slow to import
 
+        # A model that makes a ShardTensor has imported its libraries by now.
         find_libraries()
         mesh = as_mesh(mesh)
-        shape = list(local.shape)
+        shape = list(local.shape)  # of the whole, dimension by dimension
         known_sizes: dict[int, Any] = dict(sizes or {})
         for m, (placement, group) in enumerate(zip(placements, mesh.groups, strict=True)):
-            if isinstance(placement, Shard):
-                dim = placement.dim % local.ndim
-                if m not in known_sizes:
-                    every: list[Any] = [None] * group.size
-                    dist.all_gather_object(every, local.shape[dim], group=mesh.device_mesh.get_group(m))
-                    known_sizes[m] = tuple(every)
-                shape[dim] = sum(known_sizes[m])
+            if not isinstance(placement, Shard):
+                continue
+            dim = placement.dim % local.ndim
+            if m not in known_sizes:
+                every: list[Any] = [None] * group.size
+                process_group = mesh.device_mesh.get_group(m)
+                dist.all_gather_object(every, local.shape[dim], group=process_group)
+                known_sizes[m] = tuple(every)
+            shape[dim] = sum(known_sizes[m])
         spec = spec_of(mesh, shape, placements, known_sizes)
         if spec.local_shape != local.shape:
             raise ValueError(f"a local tensor of {tuple(local.shape)} is not this rank's part of {spec}")
@@ -105,13 +113,18 @@ class ShardTensor(torch.Tensor):
     @classmethod
     def from_dtensor(cls, tensor: "DTensor") -> "ShardTensor":
         """The ShardTensor of a DTensor, on the same mesh."""
-        mesh, shape, placements = tensor.device_mesh, tensor.shape, tensor.placements
-        return wrap(tensor.to_local(), spec_of(mesh, shape, placements, chunks(shape, placements, mesh)))
+        mesh = tensor.device_mesh
+        sizes = chunks(tensor.shape, tensor.placements, mesh)
+        spec = spec_of(mesh, tensor.shape, tensor.placements, sizes)
+        return wrap(tensor.to_local(), spec)
 
     def to_dtensor(self) -> "DTensor":
         """The DTensor of this tensor, redistributed first if its pieces are not those of torch.chunk."""
-        mesh, shape, placements = self.mesh, self.spec.shape, self.placements
-        part, _ = redistribute(local(self), self.spec, placements, chunks(shape, placements, mesh))
+        mesh = self.mesh
+        shape = self.spec.shape
+        placements = self.placements
+        sizes = chunks(shape, placements, mesh)
+        part, _ = redistribute(local(self), self.spec, placements, sizes)
         return as_dtensor(part, mesh, placements, shape)
 
     @property
@@ -128,17 +141,26 @@ class ShardTensor(torch.Tensor):
         """This rank's part, a plain tensor; differentiable."""
         return local(self)
 
-    def on_parts(self, function: Callable[..., Tensor], *args: Any) -> "ShardTensor":
+    def on_parts(
+        self,
+        function: Callable[..., Tensor],
+        *args: Any,
+    ) -> "ShardTensor":
         """Apply a function that keeps the shape, such as a collective over other ranks, to the local part."""
         return wrap(function(local(self), *args), self.spec)
 
-    def redistribute(self, placements: Sequence["Placement"], sizes: Pieces | None = None) -> "ShardTensor":
+    def redistribute(
+        self,
+        placements: Sequence["Placement"],
+        sizes: Pieces | None = None,
+    ) -> "ShardTensor":
         """The same tensor with other `placements` (and `sizes`, see from_local); differentiable.
 
         Shard to Shard is one all-to-all, Shard to Replicate an all-gather, Partial to Replicate an all-reduce, Partial
         to Shard a reduce-scatter.
         """
-        return wrap(*redistribute(local(self), self.spec, placements, sizes))
+        part, spec = redistribute(local(self), self.spec, placements, sizes)
+        return wrap(part, spec)
 
     def replicate(self) -> "ShardTensor":
         """The same tensor as a whole copy on every rank."""
@@ -163,9 +185,14 @@ def rule(*functions: Callable) -> Callable[[Rule], Rule]:
 
     def register(implementation: Rule) -> Rule:
         for function in functions:
+            # A later rule for the same function replaces the earlier one.
             RULES[function] = implementation
-            if isinstance(function, FunctionType) and vars(torch.Tensor).get(function.__name__) is function:
-                setattr(ShardTensor, function.__name__, _method(implementation, function))
+            if not isinstance(function, FunctionType):
+                continue
+            is_python_method = vars(torch.Tensor).get(function.__name__) is function
+            if is_python_method:
+                method = _method(implementation, function)
+                setattr(ShardTensor, function.__name__, method)
         return implementation
 
     return register
@@ -207,10 +234,15 @@ def _count_whole(func, args, kwargs, result):
 
     Composed operations are counted by their parts, and what a rule uses inside is not counted.
     """
+    # Inside a rule no rules apply: what it computes there is not counted.
     if torch.compiler.is_compiling() or func in COMPOSED or not rules_apply():
         return
     with LocalTensors():
-        parts = [x.numel() for x in flat(args, kwargs) if isinstance(x, ShardTensor) and x.spec.split_dims]
+        # Inside, numel is that of a rank's part.
+        parts = []
+        for x in flat(args, kwargs):
+            if isinstance(x, ShardTensor) and x.spec.split_dims:
+                parts.append(x.numel())
         if parts and result.numel() >= max(parts):
             made_whole[name_of(func)] += result.nbytes
 
@@ -231,13 +263,29 @@ def named(*names: str) -> list[Callable]:
 
     Of an attribute of tensors, such as shape, it is the function that gets it.
     """
-    homes = (torch, torch.Tensor, torch._C.TensorBase, torch.nn.functional, torch._C._nn, torch.linalg, torch.special)
-    found = [f for name in names for home in homes if (f := getattr(home, name, None)) is not None]
-    return [f.__get__ if isinstance(f, GetSetDescriptorType) else f for f in found]
+    homes = (
+        torch,
+        torch.Tensor,
+        torch._C.TensorBase,
+        torch.nn.functional,
+        torch._C._nn,
+        torch.linalg,
+        torch.special,
+    )
+    found = []
+    for name in names:
+        for home in homes:
+            function = getattr(home, name, None)
+            if isinstance(function, GetSetDescriptorType):
+                function = function.__get__
+            if function is not None:
+                found.append(function)
+    return found
 
 
 def wrap(tensor: Tensor, spec: Spec) -> ShardTensor:
     """Make a ShardTensor of a local tensor and its spec. Nothing is checked or communicated."""
+    # The result is another Python object on the same memory, in the same graph.
     tensor = tensor.as_subclass(ShardTensor)
     tensor.spec = spec
     return tensor
@@ -247,6 +295,7 @@ def wrap_result(tensor: Tensor, spec: Spec) -> Any:
     """As `wrap`, for the result of one of torch's operations: nobody else has it, and it becomes a ShardTensor."""
     if is_dynamo_compiling() or type(tensor) is not Tensor:
         return wrap(tensor, spec)
+    # The tensor changes its class: as_subclass would make another one, at a cost in every operation.
     tensor.__class__ = ShardTensor
     tensor.spec = spec  # type: ignore[attr-defined]
     return tensor
@@ -264,12 +313,18 @@ class NoRule(UsageError, NotImplementedError):
     """An operation that no rule computes."""
 
 
-def no_rule(func: Callable, args: Sequence[Any], kwargs: dict[str, Any], why: str = "") -> NoRule:
+def no_rule(
+    func: Callable,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    why: str = "",
+) -> NoRule:
     """The error for an operation that no rule computes."""
-    specs = [a.spec for a in flat(args, kwargs) if isinstance(a, ShardTensor)]
+    specs = [str(a.spec) for a in flat(args, kwargs) if isinstance(a, ShardTensor)]
+    operands = ", ".join(specs)
+    reason = f": {why}" if why else ""
     return NoRule(
-        f"ShardTensor: no rule for {name_of(func)} of {', '.join(map(str, specs))}{_place_of_call()}"
-        f"{why and ': ' + why}. Either bring "
+        f"ShardTensor: no rule for {name_of(func)} of {operands}{_place_of_call()}{reason}. Either bring "
         "the tensor into a form that has one (x.redistribute([Replicate()]), x.full_tensor()), register a rule with "
         "@distributed.shard_tensor.rule (docs/reference/domain_parallel.md shows how), or compute what has none on "
         "whole tensors: --domain_fallback gather, set_fallback('gather')"
@@ -280,18 +335,24 @@ def _place_of_call() -> str:
     """Where a model called the operation, for messages: the innermost line outside of torch and of ShardTensor."""
     if torch.compiler.is_compiling():
         return ""
+    # Follow the call stack outwards from here.
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
         frame = frame.f_back
     if frame is None:
         return ""
-    return f" in {Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
+    file = Path(frame.f_code.co_filename)
+    return f" in {file.name}, line {frame.f_lineno}"
 
 
 def name_of(func: Callable) -> str:
     """The name by which messages call a torch function."""
     name: Any = getattr(func, "__name__", None) or getattr(func, "name", str(func))
-    return getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name
+    is_accessor = name in ("__get__", "__set__")
+    if not is_accessor:
+        return name
+    attribute = getattr(func, "__self__", None)  # the descriptor, which has the name of the attribute
+    return getattr(attribute, "__name__", name)
 
 
 # Set by shard/fallback.py: what computes an operation that no rule computes.
@@ -306,12 +367,16 @@ def _refused(error, func, args, kwargs):
         error = no_rule(func, args, kwargs, "a plain tensor in the place of a ShardTensor")
     elif isinstance(error, CannotSplit):
         error = no_rule(func, args, kwargs, str(error))
+    # Nobody has set it while the modules of rules are imported.
     if on_refusal is None:
         raise error
     return on_refusal(func, args, kwargs, error)
 
 
-def flat(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+def flat(
+    args: Iterable[Any],
+    kwargs: Mapping[str, Any],
+) -> Iterator[Any]:
     """The arguments of a call, those in lists and tuples too."""
     for a in (*args, *kwargs.values()):
         if isinstance(a, list | tuple):

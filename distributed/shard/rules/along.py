@@ -55,6 +55,7 @@ def unshard_dims(x: ShardTensor, dims: Iterable[int]) -> ShardTensor:
 
     Costs one all-to-all for each mesh dimension that splits dims, or one all-gather if there is no other dimension.
     """
+    # Functions of a whole dimension are not linear.
     x = sum_partial(x)
     dims = tuple(dims)
     for m, placement in enumerate(x.spec.placements):
@@ -66,9 +67,18 @@ def unshard_dims(x: ShardTensor, dims: Iterable[int]) -> ShardTensor:
 def moved(x: ShardTensor, m: int, dims: Iterable[int]) -> ShardTensor:
     """The tensor of which mesh dimension m splits the longest whole dimension that is not among dims, or none."""
     shape = x.spec.shape
-    free = [d for d, n in enumerate(shape) if d not in dims and not x.spec.is_split(d) and n > 1]
+    free = []
+    for d, n in enumerate(shape):
+        is_whole = not x.spec.is_split(d)
+        if d not in dims and is_whole and n > 1:
+            free.append(d)
+    # The longest dimension keeps the parts most even.
     placements: list[Placement] = list(x.spec.placements)
-    placements[m] = Shard(max(free, key=shape.__getitem__)) if free else Replicate()
+    if free:
+        longest = max(free, key=shape.__getitem__)
+        placements[m] = Shard(longest)
+    else:
+        placements[m] = Replicate()
     return redistribute(x, placements)
 
 
@@ -81,12 +91,14 @@ def split_again(x: ShardTensor) -> ShardTensor:
 
 def restore_sharding(y: ShardTensor, before: Spec) -> ShardTensor:
     """The tensor split as one of as many dimensions was, in the same sizes where the dimensions are as long."""
+    # Nothing has moved.
     if y.spec.placements == before.placements:
         return y
     places: Any = before.placements
     sizes = {}
     for m, pieces in sizes_of(before).items():
-        if y.spec.shape[places[m].dim] == sum(pieces):
+        dim = places[m].dim
+        if y.spec.shape[dim] == sum(pieces):
             sizes[m] = pieces
     return redistribute(y, places, sizes)
 
@@ -106,17 +118,21 @@ def on_whole(
     part = local(moved)
     spec = moved.spec
     empty = [d for d, n in enumerate(part.shape) if n == 0 and d not in dims]
+    # A sum over no rows is a row of zeros, which keeps this rank in the graph of its input.
     placeholder = part.sum(empty, keepdim=True, dtype=part.dtype) if empty else part
     out = compute(placeholder)
 
     def wrapped(y: Tensor) -> ShardTensor:
+        """A result as a ShardTensor, split as x where it has the shape for it."""
         keepdim = y.dim() == part.dim()
-        if len(dims) == part.dim():  # nothing is split
-            result = wrap(y, spec.with_dims(map(unsplit_axes, y.shape)))
+        nothing_is_split = len(dims) == part.dim()
+        if nothing_is_split:
+            whole_dims = map(unsplit_axes, y.shape)
+            result = wrap(y, spec.with_dims(whole_dims))
         else:
             for d in empty:  # drop the placeholder's row
-                removed = 0 if keepdim else sum(other < d for other in dims)
-                y = y.narrow(d - removed, 0, 0)
+                removed = [] if keepdim else [other for other in dims if other < d]
+                y = y.narrow(d - len(removed), 0, 0)
             axes = list(kept(spec, dims, keepdim).dims)
             if keepdim:
                 for d in dims:
@@ -125,6 +141,7 @@ def on_whole(
         splits_back = resizes or result.spec.shape == x.spec.shape
         return restore_sharding(result, x.spec) if splits_back else result
 
+    # A function may return one tensor, several, or a named tuple of them.
     if isinstance(out, Tensor):
         return wrapped(out)
     results = [wrapped(y) for y in out]
@@ -134,15 +151,25 @@ def on_whole(
 
 
 @rule(*named(*ALONG))
-def along(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> Any:
+def along(
+    func: Callable,
+    input: ShardTensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """The functions of ALONG. Without dim they see the whole tensor, which every rank gathers."""
-    if any(isinstance(value, ShardTensor) for value in (*args, *kwargs.values())):
+    others = (*args, *kwargs.values())
+    if any(isinstance(value, ShardTensor) for value in others):
         raise no_rule(func, (input, *args), kwargs, "of two ShardTensors")
     place, default = ALONG[func.__name__]
     by_position = args[place - 1] if len(args) >= place else default
     dim = kwargs.get("dim", by_position)
     dims = dims_of(input.spec, dim)
-    return on_whole(input, dims, lambda part: func(part, *args, **kwargs))
+
+    def compute(part: Tensor) -> Any:
+        return func(part, *args, **kwargs)
+
+    return on_whole(input, dims, compute)
 
 
 @rule(*named("quantile", "nanquantile"))
@@ -154,8 +181,10 @@ def quantile(
     **kwargs: Any,
 ) -> ShardTensor:
     """One quantile, or several as a new first dimension."""
-    if isinstance(q, Tensor) and q.dim():
-        return dispatch(torch.stack, [along(func, input, each, *args, **kwargs) for each in q.unbind()])
+    has_several = isinstance(q, Tensor) and q.dim() > 0
+    if has_several:
+        quantiles = [along(func, input, each, *args, **kwargs) for each in q.unbind()]
+        return dispatch(torch.stack, quantiles)
     return along(func, input, q, *args, **kwargs)
 
 
@@ -170,7 +199,9 @@ def gradient(
 ) -> list:
     """Central differences along each of the dimensions."""
     dims = dims_of(input.spec, dim)
+    # The spacing is one number for all dimensions, or one for each.
     steps = spacing if isinstance(spacing, list | tuple) else [spacing] * len(dims)
+    # torch.gradient gives one tensor for each dimension.
     slopes = []
     for d, step in zip(dims, steps, strict=True):
         if isinstance(step, Tensor):  # the coordinates of the rows
@@ -195,15 +226,30 @@ def unfold(
     splits = splits_of(x, (dim,))
     windows = {dim: Window(size, step)}
     shape = output_shape(func, part, splits, windows)  # (..., windows, ...)
+    # A window belongs to the rank that holds its middle row.
     part, new, _ = extended(part, splits, windows, shape, fill=None)
-    dims = x.spec.resized({dim: new.get(dim, shape[dim])}).dims
-    out = x.spec.with_dims((*dims, unsplit_axes(size)))
+    resized = x.spec.resized({dim: new.get(dim, shape[dim])})
+    out = x.spec.with_dims((*resized.dims, unsplit_axes(size)))
     if 0 in shape:
         return wrap(no_outputs(part, out.local_shape), out)
-    return wrap(part.unfold(dim, size, step), out)
+    unfolded = part.unfold(dim, size, step)  # (..., windows, ..., size)
+    return wrap(unfolded, out)
 
 
-FOURIER = [getattr(torch.fft, i + r + "fft" + n) for i in ("", "i") for r in ("", "r") for n in ("", "2", "n")]
+FOURIER = [
+    torch.fft.fft,
+    torch.fft.fft2,
+    torch.fft.fftn,
+    torch.fft.rfft,
+    torch.fft.rfft2,
+    torch.fft.rfftn,
+    torch.fft.ifft,
+    torch.fft.ifft2,
+    torch.fft.ifftn,
+    torch.fft.irfft,
+    torch.fft.irfft2,
+    torch.fft.irfftn,
+]
 
 
 @rule(*FOURIER)
@@ -219,11 +265,11 @@ def fourier(
 
     The last dimension of a real transform comes first, that of the inverse last.
     """
-    name = func.__name__.removeprefix("fft_")
+    name = func.__name__.removeprefix("fft_")  # "irfft2": inverse, real, of two dimensions
     real = "rfft" in name
     inverse = name.startswith("i")
 
-    # The dimensions, and the length of each.
+    # The dimensions, and the length of each: None keeps the length of the input.
     s = keywords.get("n", s)
     if name.endswith("fft"):  # of one dimension
         s = None if s is None else (s,)
@@ -234,7 +280,9 @@ def fourier(
         count = len(s or input.spec.shape)
         dim = range(-count, 0)
     dims = dims_of(input.spec, dim)
-    lengths = [None] * len(dims) if s is None else [None if n == -1 else n for n in s]
+    lengths = [None] * len(dims)
+    if s is not None:
+        lengths = [None if n == -1 else n for n in s]
 
     # One transform after the other. The real one is the first, or the last of an inverse.
     steps = list(zip(dims, lengths, strict=True))
@@ -247,7 +295,8 @@ def fourier(
             single = torch.fft.irfft if inverse else torch.fft.rfft
         else:
             single = torch.fft.ifft if inverse else torch.fft.fft
-        x = on_whole(x, (d,), partial(single, n=n, dim=d, norm=norm), resizes=True)
+        transform = partial(single, n=n, dim=d, norm=norm)
+        x = on_whole(x, (d,), transform, resizes=True)
     return x
 
 
@@ -255,8 +304,10 @@ def fourier(
 def fourier_shift(func: Callable, input: ShardTensor, dim: Dims = None) -> ShardTensor:
     """Roll the frequency 0 to the middle, and back."""
     dims = dims_of(input.spec, dim)
+    # A shift is a roll by half of each dimension.
     sign = 1 if func is torch.fft.fftshift else -1
-    shifts = [sign * (input.spec.shape[d] // 2) for d in dims]
+    half_lengths = [input.spec.shape[d] // 2 for d in dims]
+    shifts = [sign * half for half in half_lengths]
     return dispatch(torch.roll, input, shifts, dims)
 
 
@@ -279,19 +330,24 @@ def recurrent(
     if is_packed or (dropout and train):
         raise no_rule(func, (input, *states), {}, "packed sequences, or dropout between layers")
     like = next(x for x in (input, *states) if isinstance(x, ShardTensor))
+    # The input may be plain, where only the states are split.
     x = as_replicated(input, like.spec)
     if batch_first:
         x = dispatch(torch.transpose, x, 0, 1)
+    # Each step needs the state of the one before, and all features.
     x = unshard_dims(x, (0, 2))  # (T, B, D), of which only B may be split
+    # The states take the split of the samples.
     batch = x.spec.dims[1]
-    parts = []
+    parts = []  # (layers, b, D) each
     for state in states:
         count, _, features = global_shape(state)
         of_state = x.spec.with_dims((unsplit_axes(count), batch, unsplit_axes(features)))
         parts.append(local_operand(sum_partial(state), of_state))
+    # Weights are plain: ranks with the same samples share their gradient.
     own_weights = [scale_grad_by_replicas(weight, x.spec) for weight in weights]
 
     def compute(part: Tensor) -> tuple[Tensor, ...]:
+        """(T, b, D) of this rank's samples -> the outputs and last states of them."""
         first = []
         for state in parts:
             is_placeholder = state.shape[1] < part.shape[1]  # this rank has no samples

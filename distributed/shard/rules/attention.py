@@ -57,35 +57,50 @@ def attention(
 
     Keys and values are brought to the queries' split of samples and heads; queries that are whole, to that of the keys.
     """
+    # Plain tensors among them, such as learned queries, are the same on every rank.
     like = next(x for x in (q, k, v, attn_mask) if isinstance(x, ShardTensor))
     q = _with_whole_features(q, like.spec)
     k = _with_whole_features(k, like.spec)
     v = _with_whole_features(v, like.spec)
     if len(q.spec.dims) != 4:
-        lead = tuple(torch.broadcast_shapes(q.spec.shape[:-2], k.spec.shape[:-2], v.spec.shape[:-2]))
-        q, k, v = _as_four(q, lead), _as_four(k, lead), _as_four(v, lead)
-        if attn_mask is not None and len(global_shape(attn_mask)) > 2:
+        leading_shapes = [x.spec.shape[:-2] for x in (q, k, v)]
+        lead = tuple(torch.broadcast_shapes(*leading_shapes))
+        q = _as_four(q, lead)
+        k = _as_four(k, lead)
+        v = _as_four(v, lead)
+        mask_dims = 0 if attn_mask is None else len(global_shape(attn_mask))
+        if mask_dims > 2:
             attn_mask = _as_four(attn_mask, lead)
         y = attention(func, q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return dispatch(torch.reshape, y, (*lead, *y.spec.shape[2:]))
 
     # From here on q is (B, heads, N, d).
-    if not q.spec.split_dims and k.spec.shape[:2] == q.spec.shape[:2]:  # learned queries, the same for all samples
+    # Learned queries, which are whole, take the keys' split of samples and heads: no rank then attends for another.
+    same_samples_and_heads = k.spec.shape[:2] == q.spec.shape[:2]
+    if not q.spec.split_dims and same_samples_and_heads:
         samples, heads, *_ = k.spec.dims
-        q = to_spec(q, q.spec.with_dims((samples, heads, *q.spec.dims[2:])))
+        _, _, *rest = q.spec.dims
+        q = to_spec(q, q.spec.with_dims((samples, heads, *rest)))
+
     # Keys that are split as the queries stay so, for the methods; others become whole.
-    is_self_attention = k.spec.dims[2] == q.spec.dims[2] and k.spec.shape[3] == v.spec.shape[3]
+    same_tokens = k.spec.dims[2] == q.spec.dims[2]
+    same_features = k.spec.shape[3] == v.spec.shape[3]
+    is_self_attention = same_tokens and same_features
     tokens = q.spec.dims[2] if is_self_attention else unsplit_axes(k.spec.shape[2])
     k = _split_as_queries(func, q, k, tokens, enable_gqa)
     v = _split_as_queries(func, q, v, tokens, enable_gqa)
-    with own_stream(q.spec, q.device) if dropout_p else contextlib.nullcontext():
+
+    # Dropout draws for this rank's queries alone.
+    random_numbers = own_stream(q.spec, q.device) if dropout_p else contextlib.nullcontext()
+    with random_numbers:
         return _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
 def _with_whole_features(x, spec):
     """Queries, keys or values as a ShardTensor on the mesh of `spec`, whose last dimension is whole."""
     features = len(global_shape(x)) - 1
-    return unshard_dims(as_replicated(x, spec), (features,))
+    x = as_replicated(x, spec)
+    return unshard_dims(x, (features,))
 
 
 def _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa):
@@ -93,26 +108,36 @@ def _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa):
     rows = q.spec
     columns = k.spec
     out = rows.with_dims((*rows.dims[:3], v.spec.dims[3]))
-    q, k, v = local(q), local(k), local(v)  # (b, heads, n, d)
+    q = local(q)  # (b, heads, n, d)
+    k = local(k)  # (b, heads, m, d)
+    v = local(v)  # (b, heads, m, d of the values)
     attn_mask = _of_own_heads(attn_mask, rows)
     if scale is not None:
-        q = q * (scale * math.sqrt(q.shape[-1]))
+        # The methods know the default scale only, d ** -0.5, so the queries take the rest of another one.
+        factor = scale * math.sqrt(q.shape[-1])
+        q = q * factor
     if enable_gqa:  # several heads of queries share a head of keys
-        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-        v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+        heads = q.shape[1]
+        k = k.repeat_interleave(heads // k.shape[1], 1)
+        v = v.repeat_interleave(heads // v.shape[1], 1)
     if not rows.is_split(2):
-        return wrap(_fused(q, k, v, attn_mask, dropout_p, is_causal), out)
+        y = _fused(q, k, v, attn_mask, dropout_p, is_causal)
+        return wrap(y, out)
 
     mask = _mask(attn_mask, is_causal, rows, columns, q.device)
     sizes, group = rows.shares(2)
     if columns.is_split(2):
         if _chosen != "all_to_all":
             mask = _own_rows(mask, rows)
-        return wrap(METHODS[_chosen](q, k, v, dropout_p, sizes=sizes, group=group, mask=mask), out)
+        method = METHODS[_chosen]
+        y = method(q, k, v, dropout_p, sizes=sizes, group=group, mask=mask)
+        return wrap(y, out)
     # Every rank has all keys, and different queries.
     k = copy_to_region(k, group)
     v = copy_to_region(v, group)
-    return wrap(_fused(q, k, v, _own_rows(mask, rows), dropout_p), out)
+    mask = _own_rows(mask, rows)
+    y = _fused(q, k, v, mask, dropout_p)
+    return wrap(y, out)
 
 
 def _fused(q, k, v, mask, dropout_p, is_causal=False):
@@ -127,61 +152,75 @@ def _as_four(x, shape):
     if len(shape) > 1:
         ahead = (math.prod(shape[:-1]), shape[-1])
     else:
-        missing = 2 - len(shape)
-        ahead = (*shape, *[1] * missing)
+        ones = [1] * (2 - len(shape))
+        ahead = (*shape, *ones)
     rest = global_shape(x)[-2:]
     if isinstance(x, ShardTensor):
         expanded = dispatch(torch.broadcast_to, x, (*shape, *rest))
         return dispatch(torch.reshape, expanded, (*ahead, *rest))
-    return x.expand(*shape, *rest).reshape(*ahead, *rest)
+    expanded = x.expand(*shape, *rest)
+    return expanded.reshape(*ahead, *rest)
 
 
 def _split_as_queries(func, q, x, tokens, grouped):
     """The keys or values x with the samples and heads of the queries, and their split of these. tokens: axes."""
     rows = q.spec
+    # Samples and heads of size 1 broadcast over those of the queries.
     samples, heads = x.spec.shape[:2]
     if samples == 1:
         samples = rows.shape[0]
     if heads == 1 and not grouped:
         heads = rows.shape[1]
     if (samples, heads) != tuple(x.spec.shape[:2]):
-        x = dispatch(torch.broadcast_to, x, (samples, heads, *x.spec.shape[2:]))
+        _, _, *rest = x.spec.shape
+        x = dispatch(torch.broadcast_to, x, (samples, heads, *rest))
     spec = x.spec
     splits_heads = rows.is_split(1) or spec.is_split(1)
-    if spec.shape[1] != rows.shape[1] and splits_heads:
+    shares_keys = spec.shape[1] != rows.shape[1]
+    if shares_keys and splits_heads:
         raise no_rule(func, (q, x), {}, "split heads of which several share keys")
+    sample_axes = rows.dims[0]
     head_axes = rows.dims[1] if rows.is_split(1) else unsplit_axes(spec.shape[1])
-    return to_spec(x, spec.with_dims((rows.dims[0], head_axes, tokens, spec.dims[3])))
+    feature_axes = spec.dims[3]
+    wanted = spec.with_dims((sample_axes, head_axes, tokens, feature_axes))
+    return to_spec(x, wanted)
 
 
 def _of_own_heads(mask, rows):
     """The mask of this rank's samples and heads, and of all queries and keys, as a plain tensor."""
     if mask is None:
         return None
-    mask = (
-        sum_grad_over_replicas(replicate(mask), rows)
-        if isinstance(mask, ShardTensor)
-        else scale_grad_by_replicas(mask, rows)
-    )
+    if isinstance(mask, ShardTensor):
+        whole = replicate(mask)
+        mask = sum_grad_over_replicas(whole, rows)
+    else:
+        mask = scale_grad_by_replicas(mask, rows)
     missing = 4 - mask.dim()
-    return part_of(mask, rows.with_dims(rows.dims[missing:2]))
+    samples_and_heads = rows.dims[missing:2]
+    return part_of(mask, rows.with_dims(samples_and_heads))
 
 
 def _mask(mask, is_causal, rows, columns, device):
     """The mask of all queries and keys, (..., N, M), both in the order of the ranks."""
+    n_queries = rows.shape[2]
+    n_keys = columns.shape[2]
     if is_causal:
-        mask = torch.ones(rows.shape[2], columns.shape[2], dtype=torch.bool, device=device).tril()
+        mask = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device)
+        mask = mask.tril()
     if mask is None:
         return None
+    # The ranks' tokens do not follow each other where a tile is several rows of the image.
     for dim, spec in ((-2, rows), (-1, columns)):
         axes = spec.dims[2]
-        if mask.shape[dim] > 1 and len(axes) > 1:  # tiles: the ranks' tokens do not follow each other
+        are_tiles = len(axes) > 1
+        if are_tiles and mask.shape[dim] > 1:
             tokens = torch.arange(spec.shape[2], device=device)
             of_tokens = spec.with_dims((axes,))
-            order = torch.cat([part_of(tokens, of_tokens, rank) for rank in spec.ranks(2)])
+            tokens_of_ranks = [part_of(tokens, of_tokens, rank) for rank in spec.ranks(2)]
+            order = torch.cat(tokens_of_ranks)
             mask = mask.index_select(dim, order)
     if mask.shape[-1] == 1:
-        mask = mask.expand(*mask.shape[:-1], columns.shape[2])
+        mask = mask.expand(*mask.shape[:-1], n_keys)
     return mask
 
 
@@ -207,11 +246,14 @@ def attend(
     """Attention of q, k, v (B, heads, *spatial, d), which split samples, heads and spatial axes in the same way."""
     if not all(isinstance(x, ShardTensor) for x in (q, k, v)):
         raise no_rule(func, (q, k, v), {}, "q, k and v must be ShardTensors")
-    q, k, v = sum_partial(q), sum_partial(k), sum_partial(v)
+    q = sum_partial(q)
+    k = sum_partial(k)
+    v = sum_partial(v)
     spec = q.spec
     out = v.spec
     split_alike = k.spec == spec and out.dims[:-1] == spec.dims[:-1]
-    if not split_alike or spec.is_split(-1) or out.is_split(-1):
+    splits_features = spec.is_split(-1) or out.is_split(-1)
+    if not split_alike or splits_features:
         raise no_rule(func, (q, k, v), {}, "they must be split in the same way, and not along features")
 
     # Fetch the keys and values that this rank's queries see, along each split axis.
@@ -228,14 +270,19 @@ def attend(
             reach = (kernel - 1) * step + 1
 
             def seen(low, high, first=first, reach=reach):
-                return min(first[low:high]), max(first[low:high]) + reach
+                """Rows of the keys that the queries [low, high) see."""
+                of_queries = first[low:high]
+                return min(of_queries), max(of_queries) + reach
 
-            pending, (low, high), (start, _) = request(keys, dim, split, split[0], seen, fill=None)
+            sizes, _ = split  # of the queries, which are split as the keys
+            pending, (low, high), (start, _) = request(keys, dim, split, sizes, seen, fill=None)
             keys = pending.rows()
-            first = [row - start for row in first[low:high]]
+            first = [row - start for row in first[low:high]]  # counted in the rows that were fetched
         starts.append(first)
-    if not all(starts):
+    has_queries = all(starts)
+    if not has_queries:
         return wrap(no_outputs(keys, out.local_shape, q), out)
     features = q.shape[-1]
     k, v = keys.split([features, keys.shape[-1] - features], -1)
-    return wrap(attend_windows(q, k, v, kernel_size, starts, dilation, scale), out)
+    y = attend_windows(q, k, v, kernel_size, starts, dilation, scale)
+    return wrap(y, out)

@@ -18,6 +18,7 @@ from distributed.shard.tensor import AsShardTensors, ShardTensor, local, named, 
 @rule(
     Tensor.requires_grad.__set__,
     Tensor._backward_hooks.__set__,
+    # These ask for what a part and the whole have in common: type, device, place in the graph.
     *named(
         "dtype",
         "device",
@@ -50,23 +51,67 @@ from distributed.shard.tensor import AsShardTensors, ShardTensor, local, named, 
         "is_pinned",
     ),
 )
-def of_local(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
+def of_local(
+    func: Callable,
+    x: ShardTensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Properties that the whole tensor shares with the local part."""
     return func(x, *args, **kwargs)
 
 
-rule(*named("_base"))(lambda func, x: None)  # hides that a ShardTensor is a view of its local part
-rule(*named("shape"))(lambda func, x: x.spec.shape)
-rule(Tensor.size)(lambda func, x, dim=None: x.spec.shape if dim is None else x.spec.shape[dim])
-rule(*named("ndim", "dim", "ndimension"))(lambda func, x: len(x.spec.dims))
-rule(*named("numel", "nelement"))(lambda func, x: x.spec.shape.numel())
-rule(torch.is_tensor)(lambda func, x: True)
-rule(Tensor.grad.__set__)(lambda func, x, value: func(x, local(value)))
+@rule(*named("_base"))
+def base(func: Callable, x: ShardTensor) -> None:
+    """None, which hides that a ShardTensor is a view of its local part."""
+    return None
+
+
+@rule(*named("shape"))
+def shape(func: Callable, x: ShardTensor) -> torch.Size:
+    """The global shape."""
+    return x.spec.shape
+
+
+@rule(Tensor.size)
+def size(
+    func: Callable,
+    x: ShardTensor,
+    dim: int | None = None,
+) -> torch.Size | int:
+    """The global shape, or one size of it."""
+    shape = x.spec.shape
+    return shape if dim is None else shape[dim]
+
+
+@rule(*named("ndim", "dim", "ndimension"))
+def ndim(func: Callable, x: ShardTensor) -> int:
+    """The number of dimensions."""
+    return len(x.spec.dims)
+
+
+@rule(*named("numel", "nelement"))
+def numel(func: Callable, x: ShardTensor) -> int:
+    """The number of elements of the whole tensor."""
+    return x.spec.shape.numel()
+
+
+@rule(torch.is_tensor)
+def is_tensor(func: Callable, x: ShardTensor) -> bool:
+    """A ShardTensor is a tensor."""
+    return True
+
+
+@rule(Tensor.grad.__set__)
+def set_grad(func: Callable, x: ShardTensor, value: Tensor | None) -> None:
+    """Give the local part the local part of a gradient."""
+    func(x, local(value))
 
 
 @rule(Tensor.__len__)
 def length(func: Callable, x: ShardTensor) -> int:
     """The global size of the first dimension. Raises TypeError for a scalar, as torch does."""
+    # The words are torch's.
     if not x.spec.dims:
         raise TypeError("len() of a 0-d tensor")
     return x.spec.shape[0]
@@ -75,8 +120,10 @@ def length(func: Callable, x: ShardTensor) -> int:
 @rule(Tensor.grad.__get__)
 def grad(func: Callable, x: ShardTensor) -> ShardTensor | None:
     """The gradient, split as x is: each rank has its part of the serial gradient."""
-    gradient = func(x)
-    return gradient if gradient is None else wrap(gradient, gradient_spec(x.spec))
+    gradient = func(x)  # autograd's, of the local part
+    if gradient is None:
+        return None
+    return wrap(gradient, gradient_spec(x.spec))
 
 
 def as_gradient(grad: Tensor | None, spec: Spec | None) -> Tensor | None:
@@ -88,9 +135,13 @@ def as_gradient(grad: Tensor | None, spec: Spec | None) -> Tensor | None:
         if grad is None or spec is None:
             return grad
         raise TypeError(f"the gradient of a ShardTensor, {spec}, must be a ShardTensor too, not a plain tensor")
+    # A plain input has no split: each rank's gradient is a term of a sum.
     if spec is None:
-        return redistribute(grad, [Partial()] * len(grad.spec.mesh.groups))
-    return grad if split_alike(grad.spec, spec) else to_spec(grad, spec)
+        mesh_dims = len(grad.spec.mesh.groups)
+        return redistribute(grad, [Partial()] * mesh_dims)
+    if split_alike(grad.spec, spec):
+        return grad
+    return to_spec(grad, spec)
 
 
 @rule(Tensor.register_hook)
@@ -103,9 +154,11 @@ def register_hook(
     spec = gradient_spec(x.spec)
 
     def on_part(grad: Tensor) -> Tensor | None:
+        # Autograd calls the hook with the gradient of the local part, outside of any rule.
         with AsShardTensors():
             replaced = hook(wrap(grad, spec))
-        return local(as_gradient(replaced, spec))
+        gradient = as_gradient(replaced, spec)
+        return local(gradient)
 
     return func(x, on_part)
 
@@ -128,7 +181,9 @@ def backward(
     **kwargs: Any,
 ) -> None:
     """Run the backward pass. gradient: split as x is."""
-    if gradient is None and x.spec.split_dims and x.spec.shape.numel() != 1:
+    # torch itself would only see that a rank's part has one element.
+    is_scalar = x.spec.shape.numel() == 1
+    if gradient is None and x.spec.split_dims and not is_scalar:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
     with AsShardTensors():  # hooks and recomputation compute with ShardTensors
         local(x).backward(local(gradient), *args, **kwargs)
@@ -143,11 +198,19 @@ def backward_of(
     **kwargs: Any,
 ) -> None:
     """Run the backward pass of several tensors, as reentrant checkpointing does. grad_tensors: split as these are."""
-    tensors, grads = ([x] if isinstance(x, Tensor) else x for x in (tensors, grad_tensors))
+    # torch takes one tensor or several.
+    if isinstance(tensors, Tensor):
+        tensors = [tensors]
+    if isinstance(grad_tensors, Tensor):
+        grad_tensors = [grad_tensors]
+    # local() makes a view.
     with torch.enable_grad():  # a view without a graph has no backward pass
-        tensors = [local(x) for x in tensors]
+        parts = [local(x) for x in tensors]
+    own_grads = grad_tensors
+    if grad_tensors:
+        own_grads = [local(x) for x in grad_tensors]
     with AsShardTensors():
-        func(tensors, grads and [local(x) for x in grads], *args, **kwargs)
+        func(parts, own_grads, *args, **kwargs)
 
 
 @rule(
@@ -162,6 +225,13 @@ def backward_of(
     Tensor.__contains__,
     Tensor.__array__,
 )
-def whole_value(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> Any:
+def whole_value(
+    func: Callable,
+    x: ShardTensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """The value of the whole tensor for the host, on every rank."""
-    return func(local(replicate(x)), *args, **kwargs)
+    # Every rank must have the same value, since the host may decide by it.
+    whole = replicate(x)
+    return func(local(whole), *args, **kwargs)

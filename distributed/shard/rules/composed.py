@@ -18,7 +18,16 @@ from distributed.shard.rules.elementwise import own_stream
 from distributed.shard.rules.normalization import of_channels
 from distributed.shard.rules.reductions import kept
 from distributed.shard.rules.windows import spatial, windows_of
-from distributed.shard.tensor import NoRule, ShardTensor, composed, local, named, no_rule, rule, wrap
+from distributed.shard.tensor import (
+    NoRule,
+    ShardTensor,
+    composed,
+    local,
+    named,
+    no_rule,
+    rule,
+    wrap,
+)
 from networks.vit import PerAxis
 
 BODIES: list[Any] = [
@@ -37,35 +46,70 @@ BODIES: list[Any] = [
     F.dropout3d,
     F.feature_alpha_dropout,
 ]
+
+
+def _bilinear(input1, input2, weight, bias=None):
+    product = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
+    return product + (0 if bias is None else bias)
+
+
+def _channel_shuffle(input, groups):
+    by_group = input.unflatten(1, (groups, -1))  # (B, groups, C / groups, ...)
+    return by_group.transpose(1, 2).flatten(1, 2)  # (B, C, ...)
+
+
+def _cosine_similarity(x1, x2, dim=1, eps=1e-8):
+    unit1 = F.normalize(x1, dim=dim, eps=eps)
+    unit2 = F.normalize(x2, dim=dim, eps=eps)
+    return (unit1 * unit2).sum(dim)
+
+
+def _prelu(input, weight):
+    scaled = of_channels(weight, input) * input
+    return torch.where(input > 0, input, scaled)
+
+
+# {names in torch: the formula, with torch's names of its arguments}
 FORMULAS: dict[str, Callable[..., Any]] = {
-    "bilinear": lambda input1, input2, weight, bias=None: (
-        torch.einsum("...i,oij,...j->...o", input1, weight, input2) + (0 if bias is None else bias)
-    ),
-    "channel_shuffle native_channel_shuffle": lambda input, groups: (
-        input.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
-    ),
-    "cosine_similarity": lambda x1, x2, dim=1, eps=1e-8: (
-        F.normalize(x1, dim=dim, eps=eps) * F.normalize(x2, dim=dim, eps=eps)
-    ).sum(dim),
-    "prelu": lambda input, weight: torch.where(input > 0, input, of_channels(weight, input) * input),
+    "bilinear": _bilinear,
+    "channel_shuffle native_channel_shuffle": _channel_shuffle,
+    "cosine_similarity": _cosine_similarity,
+    "prelu": _prelu,
 }
 
 
 def _register(functions, function):
-    composed(*functions)(lambda func, *args, **kwargs: function(*args, **kwargs))
+    """Let functions of torch be computed by one that takes the same arguments."""
+
+    def implementation(func, *args, **kwargs):
+        return function(*args, **kwargs)
+
+    composed(*functions)(implementation)
 
 
 for _names, _formula in FORMULAS.items():
-    _register(named(*_names.split()), _formula)
+    _functions = named(*_names.split())
+    _register(_functions, _formula)
 
 
 def body(function: FunctionType) -> FunctionType:
     """The function without its question whether an argument has a __torch_function__."""
-    asks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    asks = (
+        "has_torch_function",
+        "has_torch_function_unary",
+        "has_torch_function_variadic",
+    )
+    # A copy with globals of its own: torch's module keeps the real ones.
     names = dict(function.__globals__)
     for name in asks:
         names[name] = lambda *args: False
-    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy = FunctionType(
+        function.__code__,
+        names,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
@@ -75,7 +119,12 @@ for _function in BODIES:
 
 
 @rule(*named("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided"))
-def new(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> Tensor:
+def new(
+    func: Callable,
+    input: ShardTensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
     """A plain tensor of a global shape, with the dtype and device of the input."""
     if any(isinstance(x, ShardTensor) for x in args):  # new_tensor would copy the part
         raise no_rule(func, (input, *args), kwargs, "it copies numbers, of which a rank has a part")
@@ -93,8 +142,9 @@ def meshgrid(
     count = len(given)
     axes = []
     for i, x in enumerate(given):
-        dims_behind = count - 1 - i
-        axes.append(x.reshape(-1).view(-1, *[1] * dims_behind))  # (n_i, 1, ...)
+        ones_behind = [1] * (count - 1 - i)
+        axis = x.reshape(-1).view(-1, *ones_behind)  # (n_i, 1, ...)
+        axes.append(axis)
     grids = torch.broadcast_tensors(*axes)
     if indexing == "xy" and count > 1:
         return tuple([grid.transpose(0, 1) for grid in grids])
@@ -130,7 +180,8 @@ def diff(
     for _ in range(n):
         rows = x.shape[dim]
         length = max(rows - 1, 0)
-        x = x.narrow(dim, min(1, rows), length) - x.narrow(dim, 0, length)
+        second = min(1, rows)  # a tensor may have no rows
+        x = x.narrow(dim, second, length) - x.narrow(dim, 0, length)
     return x
 
 
@@ -146,13 +197,16 @@ def trapezoid(
     """The integral along a dimension, by the trapezoidal rule. x: the places, one for each row or each element."""
     steps = cast("Any", dx)
     if x is not None:
-        if x.dim() == 1:  # (rows, 1, ...)
+        if x.dim() == 1:
             dims_behind = y.dim() - 1 - dim % y.dim()
-            x = x.view(-1, *[1] * dims_behind)
-        steps = x.diff(dim=dim if x.dim() == y.dim() else 0)
+            ones_behind = [1] * dims_behind
+            x = x.view(-1, *ones_behind)  # (rows, 1, ...)
+        rows_dim = dim if x.dim() == y.dim() else 0
+        steps = x.diff(dim=rows_dim)
     length = y.shape[dim] - 1
     both_ends = y.narrow(dim, 1, length) + y.narrow(dim, 0, length)
-    return (both_ends * steps / 2).sum(dim)
+    areas = both_ends * steps / 2
+    return areas.sum(dim)
 
 
 @composed(*named("as_strided"))
@@ -170,8 +224,9 @@ def as_strided(
     """
     group = input.spec.mesh.joint
     part = local(input)
-    ordered = part.stride() == torch.empty(part.shape, device="meta").stride()
-    ordered = ordered and (storage_offset is None or part.storage_offset() == 0)
+    row_major = torch.empty(part.shape, device="meta").stride()
+    has_offset = storage_offset is not None and part.storage_offset() != 0
+    ordered = part.stride() == row_major and not has_offset
     own_answer = torch.tensor(int(ordered), device=part.device)
     ordered_ranks = reduce_from_region(own_answer, group).item()
     if ordered_ranks < group.size or 0 in size:
@@ -181,7 +236,9 @@ def as_strided(
     x = input.flatten()
     offset = storage_offset or 0
     x = x.narrow(0, offset, x.shape[0] - offset)
-    reach = sum([(n - 1) * step for n, step in zip(size, stride, strict=True)])
+    reach = 0
+    for n, step in zip(size, stride, strict=True):
+        reach += (n - 1) * step
     if reach >= x.shape[0]:
         raise RuntimeError(f"as_strided: sizes {list(size)} and strides {list(stride)} of {x.shape[0]} elements")
 
@@ -190,18 +247,22 @@ def as_strided(
     moving.sort(key=lambda d: -stride[d])
     try:
         for d in moving:
-            n, step = size[d], stride[d]
-            reach -= (n - 1) * step
-            is_apart = reach < step and n * step <= x.shape[-1]  # its rows do not overlap
-            if is_apart:
+            n = size[d]
+            step = stride[d]
+            reach_of_rows = (n - 1) * step  # from the first row to the last
+            reach -= reach_of_rows  # of the dimensions inside this one
+            rows_are_apart = reach < step and n * step <= x.shape[-1]
+            if rows_are_apart:
                 x = x.narrow(-1, 0, n * step).unflatten(-1, (n, step))
-            else:
-                x = x.narrow(-1, 0, reach + 1 + (n - 1) * step).unfold(-1, reach + 1, step)
+            else:  # they overlap
+                window = reach + 1
+                x = x.narrow(-1, 0, window + reach_of_rows).unfold(-1, window, step)
     except NoRule as broken:
         raise no_rule(func, (input,), {}, str(broken)) from broken
 
     # Bring the dimensions into the order of `size`, and add those of size 1 or of stride 0.
-    x = x[..., 0].permute([moving.index(d) for d in sorted(moving)])
+    order = [moving.index(d) for d in sorted(moving)]
+    x = x[..., 0].permute(order)
     for d in range(len(size)):
         if d not in moving:
             x = x.unsqueeze(d)
@@ -220,13 +281,19 @@ def unfold(
     stride: PerAxis = 1,
 ) -> Tensor:
     """Windows of an image as columns: (B, C, H, W) -> (B, C kh kw, windows)."""
-    (kh, kw), (dh, dw) = spatial(kernel_size, 2), spatial(dilation, 2)
-    (ph, pw), (sh, sw) = spatial(padding, 2), spatial(stride, 2)
+    kh, kw = spatial(kernel_size, 2)
+    dh, dw = spatial(dilation, 2)
+    ph, pw = spatial(padding, 2)
+    sh, sw = spatial(stride, 2)
     x = F.pad(input, (pw, pw, ph, ph))
-    x = x.unfold(-2, dh * (kh - 1) + 1, sh)[..., ::dh]  # (B, C, h, W, kh)
-    x = x.unfold(-2, dw * (kw - 1) + 1, sw)[..., ::dw]  # (B, C, h, w, kh, kw)
+
+    # A window spans all rows from its first to its last, of which it has every dh-th.
+    span_h = dh * (kh - 1) + 1
+    span_w = dw * (kw - 1) + 1
+    x = x.unfold(-2, span_h, sh)[..., ::dh]  # (B, C, h, W, kh)
+    x = x.unfold(-2, span_w, sw)[..., ::dw]  # (B, C, h, w, kh, kw)
     x = x.movedim((-2, -1), (-4, -3))  # (B, C, kh, kw, h, w)
-    return x.flatten(-2).flatten(-4, -2)
+    return x.flatten(-2).flatten(-4, -2)  # (B, C kh kw, h w)
 
 
 @composed(F.fold)
@@ -254,23 +321,45 @@ def fold(
         counts.append(count)
         more.append(size - reached)
     area = math.prod(kernel)
-    x = input.unflatten(-1, counts).unflatten(-3, (-1, area))  # (B, C, kh kw, h, w)
-    copies = torch.eye(area, dtype=input.dtype, device=input.device).view(area, 1, *kernel)
-    y = F.conv_transpose2d(x.flatten(0, -4), copies, None, strides, pads, more, 1, steps)  # (B C, 1, H, W)
-    return y.view(*input.shape[:-2], -1, *sizes)
+    x = input.unflatten(-1, counts)  # (B, C kh kw, h, w)
+    x = x.unflatten(-3, (-1, area))  # (B, C, kh kw, h, w)
+    x = x.flatten(0, -4)  # (B C, kh kw, h, w)
+
+    # The weight of each place in a window is 1 there and 0 elsewhere.
+    identity = torch.eye(area, dtype=input.dtype, device=input.device)
+    copies = identity.view(area, 1, *kernel)  # (kh kw, 1, kh, kw)
+    y = F.conv_transpose2d(x, copies, None, strides, pads, more, 1, steps)  # (B C, 1, H, W)
+    return y.view(*input.shape[:-2], -1, *sizes)  # (B, C, H, W)
 
 
-@composed(*(getattr(torch, name + end) for name in ("feature_dropout", "feature_alpha_dropout") for end in ("", "_")))
-def channel_dropout(func: Callable, input: ShardTensor, p: float, training: bool) -> Tensor:
+@composed(
+    torch.feature_dropout,
+    torch.feature_dropout_,
+    torch.feature_alpha_dropout,
+    torch.feature_alpha_dropout_,
+)
+def channel_dropout(
+    func: Callable,
+    input: ShardTensor,
+    p: float,
+    training: bool,
+) -> Tensor:
     """Drop whole channels, alike on all ranks that hold a part of them; alpha: to the limit of SELU."""
     if p == 0 or not training:
         return input
     if input.dim() < 3 or func.__name__.endswith("_"):
         raise no_rule(func, (input,), {}, "in place, or without samples")
     x = sum_partial(input)
-    spec = kept(x.spec, range(2, len(x.spec.dims)), True)
-    probe = torch.tensor([0.0, 1.0], dtype=x.dtype, device=x.device).expand(*spec.local_shape[:2], 2)
-    with own_stream(spec, x.device):  # every channel becomes a multiple of itself plus a number
+    spatial_dims = range(2, len(x.spec.dims))
+    spec = kept(x.spec, spatial_dims, True)  # (B, C, 1, ...)
+
+    # Every channel becomes a multiple of itself plus a number: what becomes of 0 and of 1 shows both.
+    samples_and_channels = spec.local_shape[:2]
+    zero_and_one = torch.tensor([0.0, 1.0], dtype=x.dtype, device=x.device)
+    probe = zero_and_one.expand(*samples_and_channels, 2)  # (b, c, 2)
+    with own_stream(spec, x.device):
         zero, one = func(probe, p, True).unbind(-1)
-    factor, shift = (wrap(y.reshape(spec.local_shape), spec) for y in (one - zero, zero))
+    own_factor = one - zero
+    factor = wrap(own_factor.reshape(spec.local_shape), spec)
+    shift = wrap(zero.reshape(spec.local_shape), spec)
     return x * factor + shift

@@ -15,7 +15,15 @@ from distributed.collectives import Sizes
 from distributed.halo import HaloExchange, Interval, bounds
 from distributed.layers import to_compute_dtype
 from distributed.shard.rules import windows
-from distributed.shard.rules.windows import Output, Padding, Splits, Window, request, spatial, whole_length
+from distributed.shard.rules.windows import (
+    Output,
+    Padding,
+    Splits,
+    Window,
+    request,
+    spatial,
+    whole_length,
+)
 from networks.vit import PerAxis
 
 
@@ -40,27 +48,21 @@ def convolve(
     count = weight.ndim - 2
     x = to_compute_dtype(x)
     first_spatial = x.ndim - count
-    along = windows.windows_of(range(first_spatial, x.ndim), weight.shape[2:], stride, padding, dilation)
+    spatial_dims = range(first_spatial, x.ndim)
+    kernel = weight.shape[2:]
+    along = windows.windows_of(spatial_dims, kernel, stride, padding, dilation)
     shape = windows.output_shape(func, x, splits, along)
     shape[first_spatial - 1] = weight.shape[0]  # (B, D, ...) of the whole output
 
-    # Dimensions that are not split keep their padding: the plain operation adds it, if both ends have the same.
-    own_padding = [0] * count
-    for dim, window in along.items():
-        if dim in splits:
-            continue
-        if window.before == window.after:
-            own_padding[dim - first_spatial] = window.before
-        else:
-            dims_behind = x.ndim - 1 - dim
-            x = F.pad(x, [0, 0] * dims_behind + [window.before, window.after])
+    x, own_padding = _padded(x, splits, along)
 
     def compute(part: Tensor) -> Tensor:
         return func(part, weight, bias, stride, own_padding, dilation, groups)
 
     # Fetch the rows of all split dimensions but the last at once, and only begin to fetch those of the last.
     *others, last = sorted(splits)
-    x, new, _ = windows.extended(x, {dim: splits[dim] for dim in others}, along, shape, 0)
+    other_splits = {dim: splits[dim] for dim in others}
+    x, new, _ = windows.extended(x, other_splits, along, shape, 0)
     window = along[last]
     sizes, group = splits[last]
     new[last] = window.output_sizes(sizes, shape[last])
@@ -74,8 +76,29 @@ def convolve(
     worthwhile = every_rank_has_outputs and mostly_inside(window, sizes, new[last])
     if worthwhile and pending.traffic and may_overlap(x):
         own_rows = bounds(sizes)[group.rank]
-        return overlapped(compute, pending, window, last, own_rows, outputs), new
-    return compute(pending.rows()), new
+        y = overlapped(compute, pending, window, last, own_rows, outputs)
+        return y, new
+    y = compute(pending.rows())  # (B, D, ...) of this rank
+    return y, new
+
+
+def _padded(x, splits, along):
+    """(x, padding that the plain operation has still to add) along the dimensions that are not split.
+
+    The plain operation pads both ends by the same number. Where they differ, x is padded here.
+    """
+    own_padding = []
+    for dim, window in along.items():
+        is_even = window.before == window.after
+        if dim in splits or not is_even:
+            own_padding.append(0)
+        else:
+            own_padding.append(window.before)
+        if dim not in splits and not is_even:
+            # F.pad takes a pair (before, after) for each dimension, the last dimension first.
+            later_dims = [0, 0] * (x.ndim - 1 - dim)
+            x = F.pad(x, [*later_dims, window.before, window.after])
+    return x, own_padding
 
 
 def may_overlap(x: Tensor) -> bool:
@@ -110,25 +133,38 @@ def overlapped(
     outputs: Interval,
 ) -> Tensor:
     """Compute the outputs of a rank that holds `rows`, those that need no others first."""
-    inner = inside(window, rows, outputs)
-    first, last = window.interval(*inner)
-    middle = compute(pending.own.narrow(dim, first - rows[0], last - first))
+    first_output, last_output = outputs
+    first_inner, last_inner = inside(window, rows, outputs)
+    own_first, _ = rows
+
+    # The first call of pending.rows waits for the other ranks, so the middle is computed before.
+    first, last = window.interval(first_inner, last_inner)
+    own_rows = pending.own.narrow(dim, first - own_first, last - first)
+    middle = compute(own_rows)
     parts = [middle]
-    if outputs[0] < inner[0]:
-        front = pending.rows(*window.interval(outputs[0], inner[0]))
-        parts.insert(0, compute(front))
-    if inner[1] < outputs[1]:
-        back = pending.rows(*window.interval(inner[1], outputs[1]))
-        parts.append(compute(back))
+    if first_output < first_inner:
+        first, last = window.interval(first_output, first_inner)
+        front = compute(pending.rows(first, last))
+        parts.insert(0, front)
+    if last_inner < last_output:
+        first, last = window.interval(last_inner, last_output)
+        back = compute(pending.rows(first, last))
+        parts.append(back)
     return torch.cat(parts, dim)
 
 
 def inside(window: Window, rows: Interval, outputs: Interval) -> Interval:
     """The outputs among [first, last) that need only the given rows."""
-    first = -((-rows[0] - window.before) // window.stride)
-    last = (rows[1] - 1 - window.reach + window.before) // window.stride + 1
-    first = min(max(first, outputs[0]), outputs[1])
-    last = min(last, outputs[1])
+    first_row, end_row = rows
+    first_output, end_output = outputs
+
+    # Output j reads from row j * stride - before on, as far as `reach` rows behind that.
+    first = -((-first_row - window.before) // window.stride)
+    last_start = end_row - 1 - window.reach
+    last = (last_start + window.before) // window.stride + 1
+    first = max(first, first_output)
+    first = min(first, end_output)
+    last = min(last, end_output)
     return first, max(first, last)
 
 
@@ -158,21 +194,27 @@ def convolve_transposed(
     shape = [*x.shape[: first_spatial - 1], weight.shape[1] * groups]  # (B, D), then this rank's rows
     for i, (kernel, d) in enumerate(zip(weight.shape[2:], dilations, strict=True)):
         dim = first_spatial + i
-        s, p, extra = strides[i], crops[i], extras[i]
+        s = strides[i]
+        p = crops[i]
+        extra = extras[i]
         reach = d * (kernel - 1)
-        length = (whole_length(x, dim, splits) - 1) * s - 2 * p + reach + extra + 1
+        start_of_last = (whole_length(x, dim, splits) - 1) * s  # of the outputs of the last row
+        length = start_of_last - 2 * p + reach + extra + 1
         if extra >= max(s, d) or length < 1:
             raise ValueError(f"{func.__name__}: {length} rows, output_padding {extra}, stride {s}")
         if dim in splits:
             # Row j contributes to the outputs j * s - p + dilation * t; its rank holds those around their middle.
             middle = reach // 2 - (s - 1) // 2 - p
-            new[dim] = windows.cut(splits[dim][0], length, partial(middle_output, stride=s, middle=middle))
+            sizes, _ = splits[dim]
+            place = partial(middle_output, stride=s, middle=middle)
+            new[dim] = windows.cut(sizes, length, place)
             rows = partial(spread_over, stride=s, reach=reach, crop=p)
             pending, (first, last), (row, end) = request(x, dim, splits[dim], new[dim], rows)
             x = pending.rows()
             # The plain operation on these rows also makes outputs of other ranks: in front, and behind.
             in_front = first + p - row * s
-            behind = (end - 1) * s + reach + 1 - last - p
+            end_of_outputs = (end - 1) * s + reach + 1
+            behind = end_of_outputs - last - p
             crops[i] = max(0, min(in_front, behind))
             extras[i] = max(0, -behind)
             surplus[dim] = in_front - crops[i]
@@ -181,12 +223,17 @@ def convolve_transposed(
     if 0 in shape:
         return windows.no_outputs(x, shape, weight, bias), new
     y = func(x, weight, bias, stride, crops, extras, groups, dilation)
+    return _own_outputs(y, surplus, shape), new
+
+
+def _own_outputs(y, surplus, shape):
+    """The outputs that belong to this rank. surplus: {split dimension: outputs of other ranks in front of them}."""
     part = y
-    for dim in new:
-        part = part.narrow(dim, surplus[dim], shape[dim])
+    for dim, in_front in surplus.items():
+        part = part.narrow(dim, in_front, shape[dim])
     if part.shape == y.shape:
-        return y, new
-    return part.clone(), new  # in memory of its own, as the output of any operation
+        return y
+    return part.clone()  # in memory of its own, as the output of any operation
 
 
 def middle_output(row: int, stride: int, middle: int) -> int:
@@ -202,7 +249,9 @@ def spread_over(
     crop: int,
 ) -> Interval:
     """The input rows [a, b) that a transposed convolution needs for the outputs [first, last)."""
-    first, last = first + crop, last + crop
+    # Outputs are counted before the crop from here on.
+    first += crop
+    last += crop
     first_that_reaches = -((reach - first) // stride)
     first_row = max(0, min(first_that_reaches, first // stride))
     return first_row, (last - 1) // stride + 1

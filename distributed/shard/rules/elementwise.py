@@ -33,10 +33,12 @@ def pointwise_names() -> set[str]:
         if library != "aten":
             continue
         operation = getattr(torch.ops.aten, function)
-        tags = getattr(operation, overload or "default").tags
-        if torch.Tag.pointwise in tags:
+        variant = getattr(operation, overload or "default")
+        if torch.Tag.pointwise in variant.tags:
             pointwise.add(function.removeprefix("special_"))
-    return pointwise - {"rrelu", "equal", "frexp", "max", "min"}  # random, or not one tensor of the same shape
+    # These are random, or do not give one tensor of the same shape.
+    exceptions = {"rrelu", "equal", "frexp", "max", "min"}
+    return pointwise - exceptions
 
 
 def changes_in_place(func: Callable) -> bool:
@@ -94,7 +96,8 @@ NOT_MARKED = (  # other names of marked functions, and functions that copy or fi
     "masked_fill_",
     "abs_",
 )
-POINTWISE = [func for func in named(*pointwise_names(), *OPERATORS, *NOT_MARKED) if func not in named("where")]
+ALL_POINTWISE = named(*pointwise_names(), *OPERATORS, *NOT_MARKED)
+POINTWISE = [func for func in ALL_POINTWISE if func not in named("where")]  # `where` has a rule of its own
 DROPOUT = set(named("dropout", "dropout_", "alpha_dropout"))
 DRAWING = named("rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_", "uniform_")
 IN_PLACE = {func for func in (*POINTWISE, *DROPOUT, *DRAWING) if changes_in_place(func)}
@@ -109,6 +112,7 @@ ADDING = set(named("add", "sub", "subtract", "__add__", "__sub__"))
 @rule(*named("where"))
 def where(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
     """Choose between two operands. Of a condition alone the result is indices, as of nonzero, which has no rule."""
+    # The ranks would find different numbers of places.
     if len(args) + len(kwargs) == 1:
         raise no_rule(func, args, kwargs, "the number of its results depends on values")
     return elementwise(func, *args, **kwargs)
@@ -117,7 +121,7 @@ def where(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
 @rule(*POINTWISE)
 def elementwise(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
     """Combine ShardTensors, plain tensors and numbers with broadcasting; in-place functions too."""
-    # The common case: all operands are numbers, or split in the same way.
+    # In the common case all operands are numbers, or split in the same way. This loop runs for every operation.
     spec = None
     for x in args:
         if type(x) is float or type(x) is int:
@@ -144,6 +148,7 @@ def keeps_sums(func: Callable, args: Sequence[Any]) -> bool:
     """Tell whether func is linear: of one tensor alone, of a tensor and a number, or the sum of two tensors."""
     if func in LINEAR:
         return True
+    # The product of two sums is not the sum of the products.
     tensors = [isinstance(x, ShardTensor) for x in args]
     if func in SCALING:
         return tensors == [True, False]
@@ -156,18 +161,22 @@ def broadcast(
     kwargs: dict[str, Any],
 ) -> ShardTensor:
     """The general case: reduce partial operands, find the common split, and bring all operands to it."""
+    # A plain tensor can only take split values if it becomes split itself.
     in_place = func in IN_PLACE
     if in_place and not isinstance(args[0], ShardTensor):
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         spec = common_spec(tensors)
         if is_for_all(spec, args):  # running statistics
-            return func(*[local(sum_partial(x)) for x in args], **kwargs)
+            wholes = [local(sum_partial(x)) for x in args]
+            return func(*wholes, **kwargs)
         adopt(func, args[0], spec)
     if in_place and args[0].spec.partial:
-        row = args[0]
+        row, *others = args
         if row.row_of is None:
             raise no_rule(func, args, kwargs, "in place on a partial tensor")
-        return change_row(func, row, args[1:], kwargs)
+        return change_row(func, row, others, kwargs)
+
+    # In place the first operand decides on the split; otherwise the operands that are split do.
     args = [sum_partial(x) for x in args]
     kwargs = {name: sum_partial(x) for name, x in kwargs.items()}
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
@@ -182,12 +191,16 @@ def broadcast(
     if in_place:
         func(first, *own_others, **own_kwargs)
         return check_writable(first)
-    return wrap(func(fit(first), *own_others, **own_kwargs), spec)
+    own_first = fit(first)
+    return wrap(func(own_first, *own_others, **own_kwargs), spec)
 
 
 def is_for_all(spec: Spec, operands: Sequence[Any]) -> bool:
     """Tell whether every rank holds the whole of a tensor without a gradient, so that a plain tensor may take it."""
-    return not spec.split_dims and not any(isinstance(x, Tensor) and x.requires_grad for x in operands)
+    if spec.split_dims:
+        return False
+    tensors = [x for x in operands if isinstance(x, Tensor)]
+    return not any(x.requires_grad for x in tensors)
 
 
 def adopt(func: Callable, plain: Tensor, spec: Spec) -> None:
@@ -199,39 +212,60 @@ def adopt(func: Callable, plain: Tensor, spec: Spec) -> None:
     own_spec = spec.with_dims(spec.dims, ())
     users = torch._C._storage_Use_Count(storage_id(plain)) if type(plain) is Tensor else 0
     is_free = users == ALONE and not plain.requires_grad
-    if not is_free or plain.shape != spec.shape or torch.compiler.is_compiling():
+    fits = plain.shape == spec.shape
+    if not is_free or not fits or torch.compiler.is_compiling():
         raise no_rule(func, (wrap(plain, spec),), {}, "a plain tensor cannot take the values of a split one")
+
+    # The caller's own object changes its class, since the caller goes on with it.
     plain.data = part_of(plain, own_spec).clone()
     plain.__class__ = ShardTensor
     plain.spec = own_spec
 
 
 @rule(*CASTS)
-def cast(func: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def cast(
+    func: Callable,
+    x: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Convert to another dtype or device."""
     if not isinstance(x, ShardTensor):  # type_as a ShardTensor
-        return func(x, *(local(a) for a in args), **kwargs)
+        own_args = [local(a) for a in args]
+        return func(x, *own_args, **kwargs)
     out = func(x, *args, **kwargs)
-    if x.spec.partial and isinstance(out, Tensor) and not out.is_floating_point():  # parts of a sum must not be rounded
+    if not isinstance(out, Tensor):  # type() gives a name
+        return out
+    if x.spec.partial and not out.is_floating_point():  # parts of a sum must not be rounded
         return cast(func, sum_partial(x), *args, **kwargs)
-    return wrap(out, x.spec) if isinstance(out, Tensor) else out
+    return wrap(out, x.spec)
 
 
 def own_stream(spec: Spec, device: torch.device) -> contextlib.AbstractContextManager[None]:
     """A context in which the default generators draw this rank's part of a tensor."""
     if torch.compiler.is_compiling():
         return contextlib.nullcontext()
+    # The number of the part in row-major order of the mesh: ranks with copies have the same one.
     part = 0
     for placement, group in zip(spec.placements, spec.mesh.groups, strict=True):
-        part = part * group.size + (group.rank if placement.is_shard() else 0)
+        coordinate = group.rank if placement.is_shard() else 0
+        part = part * group.size + coordinate
     return rank_random(device, part)
 
 
 @rule(*DROPOUT, *DRAWING)
-def drawn(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTensor:
+def drawn(
+    func: Callable,
+    x: ShardTensor,
+    *args: Any,
+    **kwargs: Any,
+) -> ShardTensor:
     """Draw this rank's part, with parameters that are numbers."""
-    settings = {**dict(zip(("p", "training", "inplace"), args, strict=False)), **kwargs}
-    drops = settings.get("p", 0.5) and settings.get("training", True) and settings.get("train", True)
+    # Dropout that drops nothing draws nothing either. torch.dropout calls `training` `train`.
+    settings = dict(zip(("p", "training", "inplace"), args, strict=False))
+    settings |= kwargs
+    is_training = settings.get("training", True) and settings.get("train", True)
+    drops = settings.get("p", 0.5) and is_training
     if func in DROPOUT and not drops:
         out = func(x, *args, **kwargs)
         return wrap(out, x.spec) if out is not x else x
@@ -241,6 +275,7 @@ def drawn(func: Callable, x: ShardTensor, *args: Any, **kwargs: Any) -> ShardTen
     in_place = func in IN_PLACE or kwargs.get("inplace") or args[2:] == (True,)
     if in_place and x.spec.partial:
         raise no_rule(func, (x, *args), kwargs, "in place on a partial tensor")
+    # Each term of a sum would be drawn by itself, so the sum comes first.
     x = sum_partial(x)
     with own_stream(x.spec, x.device):
         out = func(x, *args, **kwargs)

@@ -28,10 +28,12 @@ def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
     mask = mask_of(x, index)
     if mask is not None:
         return masked(func, x, mask)
+    # From here on every item stands for one dimension at most.
     x, index = _flatten_masks(x, index)
     items = index_items(func, x, index)
-    of_dims = enumerate(item for item in items if item is not None)
-    x = unshard_dims(x, [dim for dim, item in of_dims if isinstance(item, Tensor)])
+    of_dims = [item for item in items if item is not None]
+    indexed_by_tensors = [dim for dim, item in enumerate(of_dims) if isinstance(item, Tensor)]
+    x = unshard_dims(x, indexed_by_tensors)
     spec, local_index = locate(func, x, items)
     is_row = spec.partial != x.spec.partial
     if is_row and x.dtype == torch.bool:  # a partial tensor is a sum, which bool does not have
@@ -40,7 +42,9 @@ def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
     is_elsewhere = local_index is None
     part = no_outputs(local(x), spec.local_shape) if is_elsewhere else x[local_index]
     selected = wrap(part, spec)
-    is_view = not any(isinstance(item, Tensor) for item in items)
+
+    # A change in place of the row changes the tensor with it: see rows.py.
+    is_view = not indexed_by_tensors
     if is_row and is_view and not torch.compiler.is_compiling():
         selected.row_of = x
         selected.is_own_row = not is_elsewhere
@@ -57,12 +61,14 @@ def _flatten_masks(x: ShardTensor, index: Any) -> tuple[ShardTensor, Any]:
         is_mask = type(item) is Tensor and item.dtype == torch.bool and item.dim() > 1
         if item is Ellipsis:
             # What follows is counted from the end.
-            behind = sum(dims_taken(other) for other in items[number + 1 :])
+            following = items[number + 1 :]
+            behind = sum(map(dims_taken, following))
             ahead = x.dim() - behind
         elif is_mask:
-            if item.shape != x.spec.shape[ahead : ahead + item.dim()]:
+            end = ahead + item.dim()
+            if item.shape != x.spec.shape[ahead:end]:
                 raise IndexError(f"a mask of {tuple(item.shape)} does not fit a tensor of {tuple(x.spec.shape)}")
-            x = dispatch(torch.flatten, x, ahead, ahead + item.dim() - 1)
+            x = dispatch(torch.flatten, x, ahead, end - 1)
             items[number] = item.reshape(-1)
             ahead += 1
         else:
@@ -85,14 +91,19 @@ def locate(
 ) -> tuple[Spec, tuple | None]:
     """(spec of the selection, index into this rank's part; None if another rank holds the selected row)."""
     spec = x.spec
+
+    # What the items make of the dimensions: the spec of the selection, and the index into this rank's part.
+    # A selected row adds mesh dimensions over which the result is a sum.
     partial = list(spec.partial)
     dims: list[Axes] = []  # of the selection
     local_index: list[Any] = []
     is_here = True
-    dim = 0  # of x, at which the item stands
-    shapes: list[torch.Size] = []  # of index tensors, whose dimensions replace the first indexed one
+
+    # Index tensors broadcast against each other; their dimensions replace the first indexed one.
+    shapes: list[torch.Size] = []  # of index tensors
     places: list[int] = []  # of index tensors, in the selection
     at = 0  # where their dimensions go
+    dim = 0  # of x, at which the item stands
     for item in items:
         if item is None:
             dims.append(())
@@ -105,11 +116,13 @@ def locate(
             if not shapes:
                 at = len(dims)
             shapes.append(item.shape)
-            places.append(sum(not isinstance(i, int) for i in local_index))
+            not_numbers = [i for i in local_index if not isinstance(i, int)]
+            places.append(len(not_numbers))
         else:
             size = spec.shape[dim]
             if not -size <= item < size:
                 raise IndexError(f"index {item} is out of bounds for dimension {dim} with size {size}")
+            # A row of a split dimension is a sum over the ranks: one has the row, the others zeros.
             partial += mesh_dims_of(spec.dims[dim])
             place = _place(spec, dim, item % size)
             is_here = is_here and place is not None
@@ -117,10 +130,12 @@ def locate(
         local_index.append(item)
         dim += item is not None
     if shapes:
+        # As in numpy, dimensions of index tensors that do not lie side by side come first.
         are_adjacent = places[-1] - places[0] < len(places)
         if not are_adjacent:
             at = 0
-        dims[at:at] = [unsplit_axes(n) for n in torch.broadcast_shapes(*shapes)]
+        new_shape = torch.broadcast_shapes(*shapes)
+        dims[at:at] = map(unsplit_axes, new_shape)
     selection = spec.with_dims(dims, tuple(sorted(partial)))
     return selection, tuple(local_index) if is_here else None
 
@@ -131,12 +146,18 @@ def index_items(func: Callable, x: ShardTensor, index: Any) -> list[Any]:
     for i, item in enumerate(items):
         items[i] = _index_item(func, x, item)
     count = len(x.spec.dims)
-    missing = count - sum(item is not None and item is not Ellipsis for item in items)
+    of_dims = [item for item in items if item is not None and item is not Ellipsis]
+    missing = count - len(of_dims)
     if missing < 0:
         raise IndexError(f"too many indices for tensor of dimension {count}")
     # Slices of all rows stand in the place of an Ellipsis, or at the end.
-    at = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
-    return [*items[:at], *[slice(None)] * missing, *items[at + 1 :]]
+    at = len(items)
+    for i, item in enumerate(items):
+        if item is Ellipsis:
+            at = i
+            break
+    all_rows = [slice(None)] * missing
+    return [*items[:at], *all_rows, *items[at + 1 :]]
 
 
 def _index_item(func, x, item):
@@ -179,22 +200,30 @@ def _sliced(func, x, dim, item):
     # Elements ahead of a product of axes: the first rank holds them.
     prefix = axes[0].prefix
     is_first = spec.is_first(axes)
-    if prefix and stop <= prefix:
-        return prefix_axes(axes, size), slice(start, stop, step) if is_first else slice(0, 0)
-    if prefix and start <= prefix and stop == length and step == 1:
-        left = axes[0]._replace(prefix=prefix - start)
-        return (left, *axes[1:]), slice(start if is_first else 0, None)
+    is_of_prefix = prefix and stop <= prefix
+    if is_of_prefix:
+        own_slice = slice(start, stop, step) if is_first else slice(0, 0)
+        return prefix_axes(axes, size), own_slice
+    keeps_the_rest = prefix and start <= prefix and stop == length and step == 1
+    if keeps_the_rest:
+        outer, *inner = axes
+        outer = outer._replace(prefix=prefix - start)
+        own_start = start if is_first else 0
+        return (outer, *inner), slice(own_start, None)
 
     # One axis: each rank takes what lies in its piece.
     old, group = spec.split(dim)
     sizes = []
     pieces = []
     for begin, end in bounds(old):
-        # The first selected row of the piece.
-        first = start if start >= begin else begin + (start - begin) % step
+        # The first selected row of the piece: the steps go on from the pieces before it.
+        skipped = (start - begin) % step
+        first = start if start >= begin else begin + skipped
         last = min(stop, end)
-        sizes.append(len(range(first, last, step)))
-        pieces.append(slice(first - begin, max(last, first) - begin, step))
+        selected = range(first, last, step)
+        sizes.append(len(selected))
+        last = max(last, first)
+        pieces.append(slice(first - begin, last - begin, step))
     axis = Axis(size, axes[0].mesh_dim, tuple(sizes))
     return (axis,), pieces[group.rank]
 
@@ -206,12 +235,14 @@ def _place(spec, dim, index):
     is_first = not axes or spec.is_first(axes)
     if index < prefix:
         return index if is_first else None
+    # The index along each axis, and from these the position in the product of the rank's pieces.
     index -= prefix
     place = 0
     inner = spec.shape[dim] - prefix  # elements of the axes inside of this one
     for axis in axes:
         inner //= axis.size
-        at = index // inner % axis.size - spec.offset(axis)
+        global_at = index // inner % axis.size
+        at = global_at - spec.offset(axis)
         (size,) = spec.local_axes((axis,))
         if not 0 <= at < size:
             return None
@@ -221,7 +252,9 @@ def _place(spec, dim, index):
 
 def at(x: ShardTensor, dim: int, item: Any) -> tuple:
     """The index of `item` in a dimension of x."""
-    return (*[slice(None)] * (dim % len(x.spec.dims)), item)
+    dim = dim % len(x.spec.dims)
+    all_rows = [slice(None)] * dim
+    return (*all_rows, item)
 
 
 @rule(*named("narrow"))
@@ -238,22 +271,30 @@ def narrow(
     start = int(start)
     if start < 0:
         start += size
-    if not 0 <= start <= start + length <= size:
-        raise RuntimeError(f"narrow: rows {start} to {start + length} of {size}")
-    return getitem(func, input, at(input, dim, slice(start, start + length)))
+    end = start + length
+    if not 0 <= start <= end <= size:
+        raise RuntimeError(f"narrow: rows {start} to {end} of {size}")
+    index = at(input, dim, slice(start, end))
+    return getitem(func, input, index)
 
 
 @rule(*named("unbind"))
-def unbind(func: Callable, input: ShardTensor, dim: int = 0) -> tuple[ShardTensor, ...]:
+def unbind(
+    func: Callable,
+    input: ShardTensor,
+    dim: int = 0,
+) -> tuple[ShardTensor, ...]:
     """All rows, each without its dimension. Rows of a split dimension are partial tensors."""
     spec = input.spec
     dim = dim % len(spec.dims)
     if spec.is_split(dim):
-        rows = range(spec.shape[dim])
-        return tuple([getitem(func, input, at(input, dim, i)) for i in rows])
+        indices = [at(input, dim, i) for i in range(spec.shape[dim])]
+        return tuple([getitem(func, input, index) for index in indices])
 
     def without_dim() -> Spec:
-        return spec.with_dims([*spec.dims[:dim], *spec.dims[dim + 1 :]])
+        before = spec.dims[:dim]
+        behind = spec.dims[dim + 1 :]
+        return spec.with_dims([*before, *behind])
 
     left = spec.derived(("unbind", dim), without_dim)
     return tuple([wrap(part, left) for part in input.unbind(dim)])
@@ -268,43 +309,62 @@ def split(
     **named_sizes: Any,
 ) -> tuple[ShardTensor, ...]:
     """Split into pieces. Along a split dimension each rank holds its own part of every piece."""
-    sizes, dim = (*args, *named_sizes.values(), dim)[:2]
+    # dim may stand among the other arguments, behind the sizes.
+    sizes, dim, *_ = (*args, *named_sizes.values(), dim)
     dim = dim % len(tensor.spec.dims)
     size = tensor.spec.shape[dim]
     if isinstance(sizes, int):
         each = sizes
-        sizes = [min(each, size - first) for first in range(0, size, each)] or [0]
+        starts = range(0, size, each)
+        sizes = [min(each, size - first) for first in starts] or [0]  # no rows are one empty piece
     if sum(sizes) != size:
         raise RuntimeError(f"split: sizes {list(sizes)} do not make up dimension {dim} of {size}")
-    cuts = list(accumulate(sizes))[:-1]
+    cuts = list(accumulate(sizes))[:-1]  # first rows of all pieces but the first
     return tensor_split(func, tensor, cuts, dim)
 
 
 @rule(*named("tensor_split"))
 def tensor_split(
-    func: Callable, input: ShardTensor, *args: Any, dim: int = 0, **named_cuts: Any
+    func: Callable,
+    input: ShardTensor,
+    *args: Any,
+    dim: int = 0,
+    **named_cuts: Any,
 ) -> tuple[ShardTensor, ...]:
     """Split into pieces as even as possible, or at given rows."""
-    cuts, dim = (*args, *named_cuts.values(), dim)[:2]
+    # dim may stand among the other arguments, behind the cuts.
+    cuts, dim, *_ = (*args, *named_cuts.values(), dim)
     size = input.spec.shape[dim]
     dim = dim % len(input.spec.dims)
+    # torch makes the first pieces the longer ones, as shard_sizes does.
     if isinstance(cuts, int):  # a number of pieces
         *cuts, _ = accumulate(shard_sizes(size, cuts))
     ends = [0, *cuts, size]
     pieces = []
     for first, last in pairwise(ends):
-        pieces.append(getitem(func, input, at(input, dim, slice(first, last))))
+        index = at(input, dim, slice(first, last))
+        pieces.append(getitem(func, input, index))
     return tuple(pieces)
 
 
 @rule(*named("select"))
-def select(func: Callable, input: ShardTensor, dim: int, index: Any) -> ShardTensor:
+def select(
+    func: Callable,
+    input: ShardTensor,
+    dim: int,
+    index: Any,
+) -> ShardTensor:
     """One row, without its dimension."""
     return getitem(func, input, at(input, dim, int(index)))
 
 
 @rule(*named("index_select"))
-def index_select(func: Callable, input: ShardTensor, dim: int, index: Tensor) -> ShardTensor:
+def index_select(
+    func: Callable,
+    input: ShardTensor,
+    dim: int,
+    index: Tensor,
+) -> ShardTensor:
     """Some rows, by their indices."""
     return getitem(func, input, at(input, dim, index.reshape(-1)))
 
@@ -318,5 +378,6 @@ def chunk(
 ) -> tuple[ShardTensor, ...]:
     """Split into pieces of one size, of which the last may be shorter."""
     size = input.spec.shape[dim]
-    sizes = -(-size // chunks) if size else [0] * chunks
+    longest = -(-size // chunks)
+    sizes = longest if size else [0] * chunks
     return split(func, input, sizes, dim)

@@ -16,70 +16,107 @@ from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rul
 
 
 @rule(*named("stack"))
-def stack(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
+def stack(
+    func: Callable,
+    tensors: Sequence[Tensor],
+    dim: int = 0,
+) -> ShardTensor:
     """Stack along a new whole dimension, after bringing the tensors to one split."""
     rows = []
     for x in tensors:
-        rows.append(dispatch(torch.unsqueeze, x, dim) if isinstance(x, ShardTensor) else x.unsqueeze(dim))
+        if isinstance(x, ShardTensor):
+            rows.append(dispatch(torch.unsqueeze, x, dim))
+        else:
+            rows.append(x.unsqueeze(dim))
     return cat(func, rows, dim)
 
 
 @rule(*named("cat", "concat", "concatenate"))
-def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> ShardTensor:
+def cat(
+    func: Callable,
+    tensors: Sequence[Tensor],
+    dim: int = 0,
+) -> ShardTensor:
     """Concatenate in global order. Along a split dimension rows move to the ranks that hold them in the result."""
-    tensors = [x for x in tensors if tuple(global_shape(x)) != (0,)]  # torch skips such empty tensors too
+    # Empty tensors of one dimension have no say: torch skips them too.
+    tensors = [x for x in tensors if tuple(global_shape(x)) != (0,)]
     partial = {x.spec.partial if isinstance(x, ShardTensor) else None for x in tensors}
-    if len(partial) > 1:  # not all are partial in the same way
+    all_partial_alike = len(partial) == 1
+    if not all_partial_alike:
         tensors = [sum_partial(x) for x in tensors]
     parts = [x for x in tensors if isinstance(x, ShardTensor)]
     (dim,) = dims_of(parts[0].spec, dim)
-    shapes = [tuple(global_shape(x)) for x in tensors]
-    rest = [shape[:dim] + shape[dim + 1 :] for shape in shapes]
-    if any(shape != rest[0] for shape in rest):
-        raise RuntimeError(f"cat: sizes differ in other dimensions than {dim}: {shapes}")
-    counts = [shape[dim] for shape in shapes]
-    total = sum(counts)
+    counts = _rows_of_each(tensors, dim)
 
     # The split of the other dimensions: of a tensor that is split along dim, where there is one.
     cut = [x for x in parts if x.spec.is_split(dim)]
     specs = [x.spec for x in (*cut[:1], *parts)]
+    # Each dimension is its own label: all tensors have the same ones.
     labelled = [(spec, range(len(spec.dims))) for spec in specs]
-    others = joint_axes(labelled, dict(enumerate(specs[0].shape)), set())
+    sizes = dict(enumerate(specs[0].shape))
+    others = joint_axes(labelled, sizes, set())
     base = specs[0].with_dims(others.values())
 
-    # The axes of dim of each tensor where it lies in the result, and those of the result.
+    # The axes of dim, of each tensor where it lies in the result, and of the result.
     axes = cut[-1].spec.dims[dim] if cut else ()
     if not cut:
         pieces = [unsplit_axes(n) for n in counts]
-        joined = unsplit_axes(total)
-    elif len(axes) > 1:
-        # Class tokens ahead of the tokens of tiles: the rank with the first of these holds them. For plain class tokens
-        # nothing is communicated.
+        joined = unsplit_axes(sum(counts))
+    elif len(axes) > 1:  # a product of axes, which are tokens of tiles
         if tensors[-1] is not cut[-1]:
             raise no_rule(func, tensors, {}, f"rows behind those of dimension {dim}, which is not in one piece")
-        in_front = counts[:-1]
-        pieces = [*(prefix_axes(axes, n) for n in in_front), axes]
-        first = axes[0]._replace(prefix=axes[0].prefix + sum(in_front))
-        joined = (first, *axes[1:])
+        pieces, joined = _in_front_of_tiles(axes, counts)
     else:
         for part in cut:
             part.spec.split(dim)  # or CannotSplit
-        mesh_dim = cut[0].spec.dims[dim][0].mesh_dim
-        sizes = _new_sizes(tensors, counts, dim, mesh_dim, base.mesh.groups[mesh_dim])
-        pieces = []
-        for n, end in zip(counts, accumulate(counts), strict=True):
-            pieces.append(_piece(n, end - n, mesh_dim, sizes))
-        joined = (Axis(total, mesh_dim, sizes),)
+        pieces, joined = _in_one_piece(tensors, counts, dim, cut[0].spec)
 
+    # Each rank joins the rows that it holds in the result.
     in_place = []
     for x, piece in zip(tensors, pieces, strict=True):
         in_place.append(local_operand(x, base.with_axes(dim, piece)))
     return wrap(torch.cat(in_place, dim), base.with_axes(dim, joined))
 
 
+def _rows_of_each(tensors, dim):
+    """The sizes of tensors along dim, which have the same size in all other dimensions."""
+    shapes = [tuple(global_shape(x)) for x in tensors]
+    other_sizes = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
+    if len(other_sizes) > 1:
+        raise RuntimeError(f"cat: sizes differ in other dimensions than {dim}: {shapes}")
+    return [shape[dim] for shape in shapes]
+
+
+def _in_front_of_tiles(axes, counts):
+    """(axes of each tensor, axes of the result) of class tokens ahead of the tokens of tiles, which come last.
+
+    The rank with the first tile holds the class tokens. For plain class tokens nothing is communicated.
+    """
+    in_front = counts[:-1]
+    pieces = [prefix_axes(axes, n) for n in in_front]
+    prefix = axes[0].prefix + sum(in_front)
+    first = axes[0]._replace(prefix=prefix)
+    return [*pieces, axes], (first, *axes[1:])
+
+
+def _in_one_piece(tensors, counts, dim, spec):
+    """(axes of each tensor, axes of the result) where each rank holds consecutive rows. spec: of a split tensor."""
+    (axis,) = spec.dims[dim]
+    mesh_dim = axis.mesh_dim
+    group = spec.mesh.groups[mesh_dim]
+    sizes = _new_sizes(tensors, counts, dim, mesh_dim, group)
+    # Each tensor begins where the ones before it end.
+    pieces = []
+    for n, end in zip(counts, accumulate(counts), strict=True):
+        pieces.append(_piece(n, end - n, mesh_dim, sizes))
+    joined = (Axis(sum(counts), mesh_dim, sizes),)
+    return pieces, joined
+
+
 def _piece(count, start, mesh_dim, sizes):
     """The axes of `count` rows that begin at row `start` of a dimension with pieces of these sizes."""
     end = start + count
+    # The result's pieces cut these rows: each rank holds what lies in its piece.
     held = []
     for first, last in bounds(sizes):
         overlap = min(last, end) - max(first, start)
@@ -89,20 +126,34 @@ def _piece(count, start, mesh_dim, sizes):
 
 def _new_sizes(tensors, counts, dim, mesh_dim, group):
     """Sizes of the ranks' pieces. A large split tensor stays in place; the tensors beside it go to the outer ranks."""
-    cut = [isinstance(x, ShardTensor) and mesh_dim in mesh_dims_of(x.spec.dims[dim]) for x in tensors]
-    largest = max(range(len(tensors)), key=lambda i: (cut[i], counts[i]))
-    others = sum(counts) - counts[largest]
+    cut = []
+    for x in tensors:
+        split_by = mesh_dims_of(x.spec.dims[dim]) if isinstance(x, ShardTensor) else set()
+        cut.append(mesh_dim in split_by)
+    # Moving the largest split tensor would cost most.
+    numbers = range(len(tensors))
+    largest = max(numbers, key=lambda i: (cut[i], counts[i]))
+    total = sum(counts)
+    others = total - counts[largest]
+    # Where the others are more than a rank's share, the outer ranks would hold too much: all pieces become even.
     if others * group.size > counts[largest]:
-        return shard_sizes(sum(counts), group.size)
-    sizes = list(tensors[largest].spec.dims[dim][0].sizes)
-    sizes[0] += sum(counts[:largest])
-    sizes[-1] += sum(counts[largest + 1 :])
+        return shard_sizes(total, group.size)
+    (axis,) = tensors[largest].spec.dims[dim]
+    sizes = list(axis.sizes)
+    sizes[0] += sum(counts[:largest])  # the tensors in front
+    sizes[-1] += sum(counts[largest + 1 :])  # and behind
     return tuple(sizes)
 
 
 @rule(*named("flip"))
-def flip(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> ShardTensor:
+def flip(
+    func: Callable,
+    input: ShardTensor,
+    *dims: Any,
+    **keywords: Any,
+) -> ShardTensor:
     """Reverse dimensions, given as numbers or as one tuple. Ranks of a split one send their piece to the opposite."""
+    # The ranks reverse their own rows, and exchange pieces along split dimensions.
     dims = numbers(dims, keywords)
     spec = input.spec
     part = local(input)
@@ -111,9 +162,11 @@ def flip(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> Sha
         if split is None:
             continue
         sizes, group = split
+        # The opposite rank's rows come as they are; this rank reverses them below.
         spec = spec.resized({dim: sizes[::-1]})
         opposite = bounds(sizes)[::-1]
-        part = HaloExchange(part, dim, sizes, opposite, group).rows()
+        exchange = HaloExchange(part, dim, sizes, opposite, group)
+        part = exchange.rows()
     return wrap(part.flip(dims), spec)
 
 
@@ -127,7 +180,8 @@ def roll(
     """Shift rows cyclically along dims; without dims, elements of the flattened tensor."""
     if dims is None or dims == ():
         flat = dispatch(torch.flatten, input)
-        return dispatch(torch.reshape, roll(func, flat, shifts, 0), input.spec.shape)
+        rolled = roll(func, flat, shifts, 0)
+        return dispatch(torch.reshape, rolled, input.spec.shape)
     spec = input.spec
     part = local(input)
     shifts = (shifts,) if isinstance(shifts, int) else shifts
@@ -139,27 +193,38 @@ def roll(
         elif length:
             sizes, group = split
             shift %= length
+            # Row i of the result is row i - shift of the input, modulo the length.
             rows = [(first - shift, last - shift) for first, last in bounds(sizes)]
             pending = HaloExchange(part, dim, sizes, rows, group, periodic=True)
+            # Where nothing is joined, rows() is a view of this rank's part, and roll never returns a view.
             part = pending.rows() if pending.joined else part.clone()
     return wrap(part, spec)
 
 
 @rule(*named("repeat", "tile"))
-def repeat(func: Callable, input: ShardTensor, *repeats: Any, **keywords: Any) -> ShardTensor:
+def repeat(
+    func: Callable,
+    input: ShardTensor,
+    *repeats: Any,
+    **keywords: Any,
+) -> ShardTensor:
     """Repeat along whole and split dimensions: every rank repeats its piece."""
     repeats = numbers(repeats, keywords)
+    # More repeats than dimensions add dimensions in front, as in torch.
     count = len(input.spec.dims)
     if len(repeats) < count:
         if func.__name__ == "repeat":
             raise RuntimeError("Number of dimensions of repeat dims can not be smaller than number of dimensions")
-        repeats = (*[1] * (count - len(repeats)), *repeats)
+        ones = [1] * (count - len(repeats))
+        repeats = (*ones, *repeats)
     new_dims = len(repeats) - count
     dims = [unsplit_axes(n) for n in repeats[:new_dims]]
     for axes, n in zip(input.spec.dims, repeats[new_dims:], strict=True):
         if n > 1 and axes and axes[0].prefix:
             raise no_rule(func, (input,), {}, "of class tokens and tiles")
-        dims.append(merged((Axis(n), *axes)))
+        # The repetition is an outer axis: (n, rows), of which each rank holds its rows n times.
+        repeated = merged((Axis(n), *axes))
+        dims.append(repeated)
     return wrap(input.repeat(*repeats), input.spec.with_dims(dims))
 
 
@@ -183,7 +248,7 @@ def repeat_interleave(
     axes = spec.dims[dim]
     if axes and axes[0].prefix:
         raise no_rule(func, (input,), {}, "of class tokens and tiles")
-    repeated = merged((*axes, Axis(repeats)))
+    repeated = merged((*axes, Axis(repeats)))  # an inner axis: each row has its copies beside it
     return wrap(input.repeat_interleave(repeats, dim), spec.with_axes(dim, repeated))
 
 
@@ -193,9 +258,12 @@ def triangle(func: Callable, input: ShardTensor, diagonal: int = 0) -> ShardTens
     spec = input.spec
     rows, columns = spec.dims[-2:]
     for axes in (rows, columns):
-        if len(axes) > 1 and mesh_dims_of(axes):
+        is_product = len(axes) > 1
+        if is_product and mesh_dims_of(axes):
             raise no_rule(func, (input,), {}, "rows or columns are not in one piece")
+    # The diagonal of the whole matrix crosses this rank's part at another place.
     first_row = sum(spec.offset(axis) for axis in rows)
     first_column = sum(spec.offset(axis) for axis in columns)
+    own_diagonal = diagonal + first_row - first_column
     plain = torch.tril if func.__name__ == "tril" else torch.triu
-    return wrap(plain(input, diagonal + first_row - first_column), spec)
+    return wrap(plain(input, own_diagonal), spec)

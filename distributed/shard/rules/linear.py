@@ -23,7 +23,16 @@ from distributed.shard.operands import (
 )
 from distributed.shard.rules.along import split_again, unshard_dims
 from distributed.shard.spec import Spec, mesh_dims_of, part_of, unsplit_axes
-from distributed.shard.tensor import NEVER_SPLIT, ShardTensor, dispatch, named, no_rule, rule, wrap, wrap_result
+from distributed.shard.tensor import (
+    NEVER_SPLIT,
+    ShardTensor,
+    dispatch,
+    named,
+    no_rule,
+    rule,
+    wrap,
+    wrap_result,
+)
 
 LEAST_OF_A_PART = 4  # a sum that has a quarter of the elements of a rank's part, or more, is split again
 
@@ -41,34 +50,46 @@ def contracted(
     result: labels of the result. bias: a plain tensor over its last dimension, passed as one more argument.
     """
     # A product of two sums is not the sum of the products: only one operand may be partial.
-    if sum(isinstance(x, ShardTensor) for x in operands) > 1:
+    split_operands = [x for x in operands if isinstance(x, ShardTensor)]
+    if len(split_operands) > 1:
         operands = [sum_partial(x) for x in operands]
-    parts = [(x.spec, names) for x, names in zip(operands, labels, strict=True) if isinstance(x, ShardTensor)]
+    parts = []
+    for x, names in zip(operands, labels, strict=True):
+        if isinstance(x, ShardTensor):
+            parts.append((x.spec, names))
     first_spec, _ = parts[0]
     mesh = first_spec.mesh
     partial = first_spec.partial
 
     # The split of each label, and of the result: partial over what splits the labels that it does not have.
-    axes = joint_axes(parts, common_sizes(operands, labels), set(partial))
-    summed = mesh_dims_of(*[a for name, a in axes.items() if name not in result])
+    sizes = common_sizes(operands, labels)
+    axes = joint_axes(parts, sizes, set(partial))
+    summed_axes = [a for name, a in axes.items() if name not in result]
+    summed = mesh_dims_of(*summed_axes)
     out_partial = tuple(sorted(summed.union(partial)))
-    out = Spec(mesh, tuple([axes[name] for name in result]), out_partial)
+    out_dims = tuple([axes[name] for name in result])
+    out = Spec(mesh, out_dims, out_partial)
 
     # Bring the operands to it.
+    # Each operand takes the split of its labels; the result's spec says which copies are used apart.
     arguments = []
     for x, names in zip(operands, labels, strict=True):
         wanted = out.with_dims([axes[name] for name in names])
         arguments.append(local_operand(x, wanted, out))
+    # The bias is an argument of the function, which adds it to this rank's term.
     if bias is not None:
         arguments.append(own_bias(bias, out))
     product = wrap(compute(*arguments), out)
 
     # All ranks decide alike, by sizes of whole tensors: of those that are split, and not of tables beside them, which
     # may be larger (Legendre polynomials of all orders). A transform may leave out the higher degrees.
-    largest = max([spec.shape.numel() for spec, _ in parts])
+    elements = [spec.shape.numel() for spec, _ in parts]
+    elements_of_copies = out.shape.numel() * mesh.joint.size
     is_of_images = len(result) > 3
-    is_large = is_of_images and LEAST_OF_A_PART * out.shape.numel() * mesh.joint.size >= largest
-    return split_again(product) if summed and is_large else product
+    is_large = LEAST_OF_A_PART * elements_of_copies >= max(elements)
+    if summed and is_of_images and is_large:
+        return split_again(product)
+    return product
 
 
 def common_sizes(
@@ -80,7 +101,8 @@ def common_sizes(
     for x, names in zip(operands, labels, strict=True):
         for name, size in zip(names, global_shape(x), strict=True):
             before = sizes.get(name, 1)
-            if 1 not in (before, size) and before != size:
+            broadcasts = 1 in (before, size)
+            if before != size and not broadcasts:
                 raise RuntimeError(f"sizes {before} and {size} of one dimension of a product differ")
             sizes[name] = size if before == 1 else before
     return sizes
@@ -88,9 +110,11 @@ def common_sizes(
 
 def own_bias(bias: Tensor, out: Spec) -> Tensor:
     """This rank's part of a bias. For a partial result each rank adds an equal share of it."""
+    # The shares of a partial result add up to one bias.
     bias = scale_grad_by_replicas(bias, out)
     if out.is_split(-1):
-        bias = part_of(bias, out.with_dims(out.dims[-1:], ()))
+        of_features = out.with_dims(out.dims[-1:], ())
+        bias = part_of(bias, of_features)
     for mesh_dim in out.partial:
         bias = bias / out.mesh.groups[mesh_dim].size
     return bias
@@ -107,6 +131,7 @@ def linear(
     has_split_bias = type(bias) not in NEVER_SPLIT and isinstance(bias, ShardTensor)
     if has_split_bias or weight.dim() != 2:
         raise no_rule(func, (input, weight, bias), {}, "the bias must be a plain tensor, the weight a matrix")
+    # The common case: a plain weight, and features that are whole. Each rank multiplies its rows.
     out = None
     if type(weight) is not ShardTensor:
         spec = input.spec
@@ -115,12 +140,14 @@ def linear(
         def of_whole_rows() -> Spec | None:
             if spec.is_split(-1):
                 return None
-            return spec.with_dims((*spec.dims[:-1], unsplit_axes(features)))
+            rows = spec.dims[:-1]
+            return spec.with_dims((*rows, unsplit_axes(features)))
 
         out = spec.derived(("linear", features), of_whole_rows)
     if out is None:
         batch = [f"b{i}" for i in range(input.dim() - 1)]
         return contracted(F.linear, (input, weight), ([*batch, "d"], ["e", "d"]), [*batch, "e"], bias)
+    # Without copies and sums the weight is used as it is.
     if out.copies > 1 or out.partial:
         weight = scale_grad_by_replicas(weight, out)
         bias = None if bias is None else own_bias(bias, out)
@@ -132,6 +159,7 @@ def matmul(func: Callable, input: Tensor, other: Tensor) -> ShardTensor:
     """(..., N, D) x (..., D, M) -> (..., N, M) with broadcast batches; vectors as in torch."""
     if func.__name__ == "__rmatmul__":
         input, other = other, input
+    # Labels: n rows, d summed, m columns; vectors lack the first or the last.
     has_rows = input.dim() > 1
     has_columns = other.dim() > 1
     first = [*_batch(input), "n", "d"] if has_rows else ["d"]
@@ -163,14 +191,19 @@ def distances(
 
     x1 = with_whole_features(x1)
     x2 = with_whole_features(x2)
-    labels = [*_batch(x1), "n", "d"], [*_batch(x2), "m", "d"]
+    # Rows and columns are apart, and features are whole, so nothing is summed over ranks.
+    labels = (
+        [*_batch(x1), "n", "d"],
+        [*_batch(x2), "m", "d"],
+    )
     batch = _batch(x1 if x1.dim() > x2.dim() else x2)
     return contracted(compute, (x1, x2), labels, [*batch, "n", "m"])
 
 
 def _batch(x):
     """Labels of the batch dimensions, numbered from the last one."""
-    return [f"b{i}" for i in range(x.dim() - 2, 0, -1)]
+    count = x.dim() - 2
+    return [f"b{i}" for i in range(count, 0, -1)]
 
 
 @rule(*named("addmm", "baddbmm", "addmv"))
@@ -186,7 +219,9 @@ def add_product(
     """The result of beta * input + alpha * first @ second."""
     if not isinstance(first, ShardTensor) and not isinstance(second, ShardTensor):
         raise no_rule(func, (input, first, second), {}, "a product of plain tensors")
+    # The rules of addition and product do the rest.
     product = matmul(torch.matmul, first, second)
+    # A factor of a partial product keeps it partial.
     if alpha != 1:
         product = dispatch(torch.mul, product, alpha)
     if beta == 1:
@@ -194,9 +229,11 @@ def add_product(
     return dispatch(torch.add, product, input, alpha=beta)
 
 
-rule(*named("outer", "ger"))(
-    lambda func, input, vec2: contracted(torch.outer, (input, vec2), (["n"], ["m"]), ["n", "m"])
-)
+@rule(*named("outer", "ger"))
+def outer(func: Callable, input: Tensor, vec2: Tensor) -> ShardTensor:
+    """(N,) x (M,) -> (N, M)."""
+    labels = (["n"], ["m"])
+    return contracted(torch.outer, (input, vec2), labels, ["n", "m"])
 
 
 @rule(torch.einsum)
@@ -206,7 +243,7 @@ def einsum(func: Callable, equation: str, *operands: Any) -> ShardTensor:
         operands = tuple(operands[0])
     if not isinstance(equation, str):
         raise no_rule(func, operands, {}, "give the equation as a string")
-    left, arrow, right = equation.replace(" ", "").partition("->")
+    left, arrow, right = equation.replace(" ", "").partition("->")  # "bij,bjk->bik"
     terms = left.split(",")
     if len(terms) != len(operands):
         raise RuntimeError(f"einsum: {len(operands)} operands for '{equation}'")
@@ -216,22 +253,37 @@ def einsum(func: Callable, equation: str, *operands: Any) -> ShardTensor:
     for term, x in zip(terms, operands, strict=True):
         letters = len(term) - 3
         counts.append(x.dim() - letters if "..." in term else 0)
-    dots = [f"b{i}" for i in range(max(counts), 0, -1)]
+    most = max(counts)
+    dots = [f"b{i}" for i in range(most, 0, -1)]
     labels = []
     for term, n in zip(terms, counts, strict=True):
-        labels.append(_letters(term, dots[len(dots) - n :]))
-    if any(len(set(names)) != len(names) for names in labels):
-        raise no_rule(func, operands, {}, f"a diagonal, '{equation}'")
-    if not arrow:  # the result has the letters that stand once, in the order of the alphabet
+        of_term = dots[most - n :]
+        names = _letters(term, of_term)
+        repeats_a_letter = len(set(names)) != len(names)
+        if repeats_a_letter:
+            raise no_rule(func, operands, {}, f"a diagonal, '{equation}'")
+        labels.append(names)
+
+    # Without an arrow the result has the letters that stand once, in the order of the alphabet.
+    if not arrow:
         every = left.replace("...", "").replace(",", "")
         once = [letter for letter in set(every) if every.count(letter) == 1]
-        right = "..." * ("..." in left) + "".join(sorted(once))
-    return contracted(lambda *parts: torch.einsum(equation, *parts), operands, labels, _letters(right, dots))
+        ellipsis = "..." if "..." in left else ""
+        right = ellipsis + "".join(sorted(once))
+    result = _letters(right, dots)
+
+    def compute(*parts: Tensor) -> Tensor:
+        return torch.einsum(equation, *parts)
+
+    return contracted(compute, operands, labels, result)
 
 
 def _letters(term, dots):
+    """The labels of a term. dots: those that its "..." stands for."""
     before, ellipsis, after = term.partition("...")
-    return [*before, *(dots if ellipsis else []), *after]
+    if not ellipsis:
+        return list(before)
+    return [*before, *dots, *after]
 
 
 @rule(*named("cross"))
@@ -250,13 +302,17 @@ def cross(
         if 3 not in shape:
             raise RuntimeError(f"cross: no dimension of {tuple(shape)} has size 3")
         dim = shape.index(3)
-    # From the end, since the operands may have unlike numbers of dimensions.
-    from_end = dim if dim < 0 else dim - max(x.dim() for x in operands)
+    # The dimension is counted from the end, since the operands may have unlike numbers of dimensions.
+    most_dims = max(x.dim() for x in operands)
+    from_end = dim if dim < 0 else dim - most_dims
+    # The product of a vector needs all three numbers.
     vectors: list[Tensor] = []
     for x in operands:
         if isinstance(x, ShardTensor):
             x = unshard_dims(x, (x.dim() + from_end,))
-        vectors.append(x)
+        vectors.append(x)  # (..., 3, ...)
+    # The vectors broadcast against each other.
     spec = common_spec(vectors)
     parts = [local_operand(x, spec) for x in vectors]
-    return wrap(torch.linalg.cross(*parts, dim=from_end), spec)
+    product = torch.linalg.cross(*parts, dim=from_end)
+    return wrap(product, spec)

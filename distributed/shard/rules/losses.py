@@ -34,12 +34,18 @@ def softmax(
     if dtype is not None:
         input = dispatch(Tensor.to, input, dtype)
     x = sum_partial(input)
+    # The exponential of a partial tensor is not that of its sum.
     is_log = func.__name__ in ("log_softmax", "special_log_softmax")
     if not x.spec.is_split(dim):
         plain = torch.log_softmax if is_log else torch.softmax
-        return wrap(plain(local(x), dim), x.spec)
-    wide = dispatch(Tensor.to, x, torch.promote_types(x.dtype, torch.float32))
-    y = dispatch(torch.sub, wide, dispatch(torch.logsumexp, wide, dim, True))
+        y = plain(local(x), dim)
+        return wrap(y, x.spec)
+
+    # Along a split dimension the rule of logsumexp gathers one number of each rank.
+    wide_dtype = torch.promote_types(x.dtype, torch.float32)
+    wide = dispatch(Tensor.to, x, wide_dtype)
+    log_sum = dispatch(torch.logsumexp, wide, dim, True)
+    y = dispatch(torch.sub, wide, log_sum)
     if not is_log:
         y = dispatch(torch.exp, y)
     return dispatch(Tensor.to, y, autocast_dtype(x))
@@ -51,12 +57,19 @@ def averaged(loss: ShardTensor, reduction: str) -> ShardTensor:
         return loss
     if reduction not in ("mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
-    return dispatch(torch.mean if reduction == "mean" else torch.sum, loss)
+    reduce = torch.mean if reduction == "mean" else torch.sum
+    return dispatch(reduce, loss)
 
 
-def named_reduction(reduction: str, size_average: bool | None, reduce: bool | None) -> str:
+def named_reduction(
+    reduction: str,
+    size_average: bool | None,
+    reduce: bool | None,
+) -> str:
     """The reduction, which two deprecated arguments may give instead."""
-    return reduction if size_average is reduce is None else _reduction.legacy_get_string(size_average, reduce)
+    if size_average is None and reduce is None:
+        return reduction
+    return _reduction.legacy_get_string(size_average, reduce)
 
 
 @rule(
@@ -87,15 +100,22 @@ def elementwise_loss(
     if func is not F.kl_div and shape != target_shape:
         raise ValueError(f"{func.__name__}: shapes {shape} and {target_shape} differ")
     reduction = named_reduction(reduction, size_average, reduce)
+    # The plain function gives one loss for each element, whatever the reduction.
     settings: dict[str, Any] = {"reduction": "none"}
     if weight is not None:
         settings["weight"] = weight
     loss = broadcast(func, (input, target), settings | parameters)
-    if reduction == "batchmean" and func is F.kl_div:
-        return dispatch(torch.div, averaged(loss, "sum"), shape[0])
-    if reduction == "mean" and func is F.mse_loss and weight is not None:
-        total = dispatch(torch.sum, weight) if isinstance(weight, ShardTensor) else weight.sum()
-        return dispatch(torch.div, averaged(loss, "sum"), total)
+    is_batchmean = reduction == "batchmean" and func is F.kl_div
+    if is_batchmean:
+        loss_sum = averaged(loss, "sum")
+        samples = shape[0]
+        return dispatch(torch.div, loss_sum, samples)
+    # Of these losses mse_loss alone divides by the sum of the weights; the others divide by the number of elements.
+    is_weighted_mean = reduction == "mean" and func is F.mse_loss
+    if is_weighted_mean and weight is not None:
+        loss_sum = averaged(loss, "sum")
+        weight_sum = dispatch(torch.sum, weight) if isinstance(weight, ShardTensor) else weight.sum()
+        return dispatch(torch.div, loss_sum, weight_sum)
     return averaged(loss, reduction)
 
 
@@ -122,17 +142,18 @@ def class_loss(
     if spec.is_split(classes):
         raise no_rule(func, (input, target), {}, "the classes are split")
 
-    # One loss for each sample or pixel: (B, ...).
+    # There is one loss for each sample or pixel: (B, ...).
     each = kept(spec, (classes,))
-    has_indices = target.dim() == len(each.dims)
+    has_indices = target.dim() == len(each.dims)  # otherwise one probability for each class
     target_spec = each if has_indices else spec
     target_shape = tuple(global_shape(target))
     if target_shape != tuple(target_spec.shape):
         raise ValueError(f"{func.__name__}: target {target_shape} of input {tuple(spec.shape)}")
     part = local_operand(target, target_spec)
     smoothing = {"label_smoothing": label_smoothing} if func is F.cross_entropy else {}
-    own_weight = scale_grad_by_replicas(weight, spec)
+    own_weight = scale_grad_by_replicas(weight, spec)  # (C,)
     loss = func(local(x), part, own_weight, ignore_index=ignore_index, reduction="none", **smoothing)
+    # A sum over split dimensions is a partial tensor.
     if reduction != "mean":
         return averaged(wrap(loss, each), reduction)
 
@@ -140,9 +161,14 @@ def class_loss(
     is_ignored = part == ignore_index
     counts = (~is_ignored).to(loss.dtype) if has_indices else torch.ones_like(loss)
     if has_indices and weight is not None:
-        counts = weight[torch.where(is_ignored, 0, part)] * counts
-    one = reduced_spec(each, range(len(each.dims)), False)
-    own_sums = torch.stack([loss.sum(), counts.sum()])
-    sums = sum_partial(wrap(own_sums, one.with_dims([unsplit_axes(2)])))  # one all-reduce for both
+        valid = torch.where(is_ignored, 0, part)  # any class will do where the count is 0
+        counts = weight[valid] * counts
+
+    # The sums of losses and counts are added up over the ranks in one all-reduce.
+    every_dim = range(len(each.dims))
+    one = reduced_spec(each, every_dim, False)
+    two = one.with_dims([unsplit_axes(2)])
+    own_sums = torch.stack([loss.sum(), counts.sum()])  # (2,)
+    sums = sum_partial(wrap(own_sums, two))
     value, count = local(sums).unbind()
     return wrap(value / count, sums.spec.with_dims([]))

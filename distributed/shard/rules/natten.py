@@ -29,7 +29,16 @@ from distributed.halo import Interval
 from distributed.shard.operands import sum_partial
 from distributed.shard.rules.attention import attend
 from distributed.shard.rules.windows import no_outputs, request, spatial
-from distributed.shard.tensor import LIBRARIES, RULES, ShardTensor, dispatch, local, no_rule, rule, wrap
+from distributed.shard.tensor import (
+    LIBRARIES,
+    RULES,
+    ShardTensor,
+    dispatch,
+    local,
+    no_rule,
+    rule,
+    wrap,
+)
 
 NAMES = "na1d", "na2d", "na3d", "neighborhood_attention_generic"
 WITHOUT_BACKWARD = ("cpu",)  # types of devices on which NATTEN cannot train
@@ -65,13 +74,24 @@ class Neighborhood(NamedTuple):
         span = self.kernel * self.dilation
         ahead = self.kernel - 1 if self.causal else self.kernel // 2
         behind = self.kernel - 1 - ahead
-        start = first // group * group - ahead * self.dilation
-        start = max(min(start, length - span), 0)  # a window at the end of the axis is moved inwards
+        # The first window, moved inwards at the end of the axis, from the beginning of its group.
+        first_of_group = first // group * group
+        start = first_of_group - ahead * self.dilation
+        start = min(start, length - span)
+        start = max(start, 0)
         start = start // group * group
-        end = -(-last // group) * group + behind * self.dilation
-        end = max(end, start + span)  # likewise at its beginning; and the library takes no shorter axis
-        end = -(-end // group) * group
+
+        # The last window, likewise at the beginning of the axis. The library takes no axis shorter than a window.
+        end_of_group = _round_up(last, group)
+        end = end_of_group + behind * self.dilation
+        end = max(end, start + span)
+        end = _round_up(end, group)
         return start, min(end, length)
+
+
+def _round_up(number, multiple):
+    """The next multiple that is not below the number."""
+    return -(-number // multiple) * multiple
 
 
 def find_natten() -> None:
@@ -83,8 +103,11 @@ def find_natten() -> None:
             continue
         rule(function)(partial(attend_natten, function))
         asking = _asking(function)
+        # Modules that said `from natten.functional import ...` hold the function themselves.
         for module in list(sys.modules.values()):
-            if isinstance(module, ModuleType) and vars(module).get(name) is function:
+            if not isinstance(module, ModuleType):
+                continue
+            if vars(module).get(name) is function:
                 setattr(module, name, asking)
 
 
@@ -125,6 +148,7 @@ def attend_natten(
     the library, of its releases since 0.17; tensors among them are refused. Returns (B, *spatial, heads, d of value),
     with return_lse also (B, *spatial, heads). Raises ValueError for a window longer than its axis.
     """
+    # Messages name what the caller has given.
     given = (query, key, value)
     settings = _settings(library, args, kwargs)
     if not all(isinstance(x, ShardTensor) for x in given):
@@ -132,20 +156,30 @@ def attend_natten(
     for name, setting in settings.items():
         if any(isinstance(x, Tensor) for x in tree_leaves(setting)):
             raise no_rule(func, given, {}, f"{name} on a split grid")
-    query, key, value = sum_partial(query), sum_partial(key), sum_partial(value)
+    query = sum_partial(query)
+    key = sum_partial(key)
+    value = sum_partial(value)
     spec = query.spec
     axes = _neighborhoods(settings, spec.shape[1:-2])
-    split_alike = key.spec.dims[:-2] == spec.dims[:-2] and value.spec.dims[:-1] == key.spec.dims[:-1]
+
+    # The exchange moves rows of the spatial axes only, so all else must lie on the same ranks already.
+    same_grid = key.spec.dims[:-2] == spec.dims[:-2]
+    split_alike = same_grid and value.spec.dims[:-1] == key.spec.dims[:-1]
     same_heads = key.spec.dims[-2] == spec.dims[-2]
     whole_heads = not (spec.is_split(-2) or key.spec.is_split(-2))
     whole_features = not any(x.spec.is_split(-1) for x in (query, key, value))
-    if not (split_alike and (same_heads or whole_heads) and whole_features):
+    heads_fit = same_heads or whole_heads
+    if not (split_alike and heads_fit and whole_features):
         raise no_rule(func, given, {}, "they must be split in the same way, and not along features")
 
-    plain = all(a.kernel % 2 == 1 and a.stride == 1 and not a.causal for a in axes)
-    ours = plain and key.spec == spec and not settings.get("return_lse")
+    # Our own implementation knows odd windows around each query.
+    odd_kernels = all(a.kernel % 2 == 1 for a in axes)
+    centred = not any(a.stride > 1 or a.causal for a in axes)
+    ours = odd_kernels and centred and key.spec == spec and not settings.get("return_lse")
     if ours and query.device.type in WITHOUT_BACKWARD:
-        q, k, v = (dispatch(torch.movedim, x, -2, 1) for x in (query, key, value))  # (B, heads, *spatial, d)
+        q = dispatch(torch.movedim, query, -2, 1)  # (B, heads, *spatial, d)
+        k = dispatch(torch.movedim, key, -2, 1)
+        v = dispatch(torch.movedim, value, -2, 1)
         kernel_size = [a.kernel for a in axes]
         dilation = [a.dilation for a in axes]
         result = attend(func, q, k, v, kernel_size, dilation, settings["scale"])
@@ -156,30 +190,41 @@ def attend_natten(
 def _on_region(library, query, key, value, axes, settings):
     """The library's result for this rank's queries, computed on the region that they see."""
     spec = query.spec
-    output = value.spec.with_dims((*spec.dims[:-1], value.spec.dims[-1]))
+    value_features = value.spec.dims[-1]
+    output = value.spec.with_dims((*spec.dims[:-1], value_features))
     log_sum = spec.with_dims(spec.dims[:-1])  # of the exponentials of each query's scores
-    query, key, value = local(query), local(key), local(value)
+    query = local(query)  # (b, *spatial, heads, d)
+    key = local(key)
+    value = local(value)
+
+    # Fetch the rows of keys and values that the queries see; the queries get rows of 0 there.
     features = [key.shape[-1], value.shape[-1]]
     keys = torch.cat([key, value], -1)  # one exchange for both
-    own_rows = {}
+    own_rows = {}  # {dimension: (first, number) of this rank's queries in the region}
     for dim, axis in enumerate(axes, 1):
         split = spec.split(dim)
         if split is None:
             continue
+        sizes, _ = split
         region = partial(axis.region, spec.shape[dim])
-        pending, (first, last), (start, end) = request(keys, dim, split, split[0], region, fill=None)
+        pending, (first, last), (start, end) = request(keys, dim, split, sizes, region, fill=None)
         keys = pending.rows()
-        others = [0, 0] * (query.dim() - 1 - dim)
-        query = F.pad(query, [*others, first - start, end - last]) if first < last else query
-        own_rows[dim] = first - start, last - first
+        if first < last:
+            # F.pad takes a pair (before, after) for each dimension, the last dimension first.
+            later_dims = [0, 0] * (query.dim() - 1 - dim)
+            query = F.pad(query, [*later_dims, first - start, end - last])
+        own_rows[dim] = (first - start, last - first)
+
+    # Call the library, and drop the outputs of the other ranks' rows.
     if not spec.local_shape.numel():
         results = [no_outputs(keys, output.local_shape, query), keys.new_zeros(log_sum.local_shape)]
     else:
         key, value = keys.split(features, -1)
         found = library(query, key, value, **settings)
         results = list(found) if isinstance(found, tuple) else [found]
-        for dim, rows in own_rows.items():
-            results = [x.narrow(dim, *rows) for x in results]
+        for dim, (first, count) in own_rows.items():
+            results = [x.narrow(dim, first, count) for x in results]
+    # The log-sum-exp has no features.
     if settings.get("return_lse"):
         return wrap(results[0], output), wrap(results[1], log_sum)
     return wrap(results[0], output)
@@ -187,8 +232,12 @@ def _on_region(library, query, key, value, axes, settings):
 
 def _settings(library, args, kwargs):
     """The arguments behind query, key and value by their names, with the defaults of the library."""
-    parameters = list(inspect.signature(library).parameters.values())[3:]
-    settings = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+    signature = inspect.signature(library)
+    _, _, _, *parameters = signature.parameters.values()
+    settings = {}
+    for parameter in parameters:
+        if parameter.default is not inspect.Parameter.empty:
+            settings[parameter.name] = parameter.default
     for parameter, value in zip(parameters, args, strict=False):
         settings[parameter.name] = value
     return settings | kwargs
@@ -198,7 +247,10 @@ def _neighborhoods(settings, lengths):
     """The Neighborhood along each axis."""
     names = ("kernel_size", "stride", "dilation", "is_causal")
     defaults = {"stride": 1, "is_causal": False}  # releases before 0.20 have no stride
-    values = [spatial(settings.get(name, defaults.get(name)), len(lengths)) for name in names]
+    values = []
+    for name in names:
+        given = settings.get(name, defaults.get(name))
+        values.append(spatial(given, len(lengths)))
     axes = [Neighborhood(*axis) for axis in zip(*values, strict=True)]
     for axis, length in zip(axes, lengths, strict=True):
         axis.check(length)

@@ -58,8 +58,9 @@ class Normal(torch.autograd.Function):
         ctx.dims = dims
         ctx.shared_by = shared_by
         ctx.mark_non_differentiable(mean, var)
+        # x - mean of all = (x - mean of this rank) + (mean of this rank - mean of all): `apart` is reused in place.
         factor = scale if weight is None else scale * weight
-        shift = (own_mean - mean) * factor  # from the mean of this rank to that of all
+        shift = (own_mean - mean) * factor
         if bias is not None:
             shift = shift + bias
         y = apart.mul_(factor).add_(shift)
@@ -73,7 +74,7 @@ class Normal(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Gradients of x, weight and bias; one all-reduce of two numbers for each mean."""
         x, weight, bias, mean, scale = ctx.saved_tensors
-        apart = x - mean
+        apart = x - mean  # computed again, because to keep it would take memory
         grad = at_least_float32(grad)
 
         # First over the dimensions along which the weight is the same: the sums over others are small.
@@ -81,8 +82,12 @@ class Normal(torch.autograd.Function):
         of_product = sum_over(grad * apart, uniform) * scale
         of_grad = sum_over(grad, uniform)
         _, for_weight, for_bias, *_ = ctx.needs_input_grad
-        of_weight = of_product.sum_to_size(weight.shape).to(weight.dtype) if for_weight else None
-        of_bias = of_grad.sum_to_size(bias.shape).to(bias.dtype) if for_bias else None
+        of_weight = None
+        if for_weight:
+            of_weight = of_product.sum_to_size(weight.shape).to(weight.dtype)
+        of_bias = None
+        if for_bias:
+            of_bias = of_grad.sum_to_size(bias.shape).to(bias.dtype)
 
         # The means of both over dims, on all ranks that share them.
         if weight is not None:
@@ -90,7 +95,7 @@ class Normal(torch.autograd.Function):
             of_grad = of_grad * weight
         product_sum = of_product.sum(ctx.dims, keepdim=True)
         grad_sum = of_grad.sum(ctx.dims, keepdim=True)
-        sums = torch.stack([product_sum, grad_sum])
+        sums = torch.stack([product_sum, grad_sum])  # (2, ...)
         count = math.prod([x.shape[d] for d in ctx.dims])
         if ctx.shared_by is not None:
             counts, group = ctx.shared_by
@@ -98,9 +103,11 @@ class Normal(torch.autograd.Function):
             count = sum(counts)
         along, average = (sums / count).unbind()
 
-        # (grad * weight - (x - mean) * scale * along - average) * scale
+        # (grad * weight - (x - mean) * scale * along - average) * scale, in the memory of x - mean.
         factor = scale if weight is None else scale * weight
-        back = apart.mul_(-scale.square() * along).sub_(average * scale).addcmul_(grad, factor)
+        back = apart.mul_(-scale.square() * along)
+        back = back.sub_(average * scale)
+        back = back.addcmul_(grad, factor)
         return back.to(x.dtype), of_weight, of_bias, None, None, None
 
 
@@ -110,12 +117,15 @@ def uniform_dims(
     *weights: Tensor | None,
 ) -> list[int]:
     """Those dims, of a tensor of `count` dimensions, along which each of some weights that broadcast has one number."""
+    # Dimensions are counted from the end, since the weight may have fewer.
     uniform = []
     for dim in dims:
         from_end = dim - count
         varying = []
         for weight in weights:
-            if weight is not None and -from_end <= weight.dim() and weight.shape[from_end] != 1:
+            if weight is None or weight.dim() < -from_end:
+                continue
+            if weight.shape[from_end] != 1:
                 varying.append(weight)
         if not varying:
             uniform.append(dim)
@@ -137,9 +147,12 @@ def normalized(
     """((x - mean) / deviation * weight + bias, mean, variance) over dims; the last two have no gradient."""
     x = sum_partial(x)
     dims = tuple(dims)
+    # The weight is cut as the tensor is, where it has the same dimension.
     own_weight = None if weight is None else local_operand(weight, x.spec)
     own_bias = None if bias is None else local_operand(bias, x.spec)
-    y, mean, var = Normal.apply(local(x), own_weight, own_bias, eps, dims, x.spec.shares(*dims))
+    shared_by = x.spec.shares(*dims)
+    y, mean, var = Normal.apply(local(x), own_weight, own_bias, eps, dims, shared_by)
+    # The statistics have size 1 along dims, on every rank.
     left = kept(x.spec, dims, True)
     return wrap(y, x.spec), wrap(mean, left), wrap(var, left)
 
@@ -162,8 +175,8 @@ def of_channels(weight: MaybeTensor, x: Tensor) -> MaybeTensor:
     """A weight of each channel (C,) in a shape that broadcasts against x (B, C, ...); None stays None."""
     if weight is None:
         return None
-    dims_behind = x.dim() - 2
-    return weight.view(-1, *[1] * dims_behind)
+    ones_behind = [1] * (x.dim() - 2)
+    return weight.view(-1, *ones_behind)
 
 
 @rule(*named("layer_norm"))
@@ -184,13 +197,19 @@ def layer_norm(
     is_plain = type(weight) in NEVER_SPLIT and type(bias) in NEVER_SPLIT
     has_split_weights = not is_plain and (isinstance(weight, ShardTensor) or isinstance(bias, ShardTensor))
     if not is_whole or has_split_weights:
-        return normalized(x, last_dims(func, x, normalized_shape), eps, weight, bias)[0]
+        dims = last_dims(func, x, normalized_shape)
+        result, _, _ = normalized(x, dims, eps, weight, bias)
+        return result
+
+    # The common case: each rank normalizes its rows by the plain operation.
     if spec.copies > 1:
         weight = scale_grad_by_replicas(weight, spec)
         bias = scale_grad_by_replicas(bias, spec)
     if type(x) is not ShardTensor:  # a fake one bears no backward pass
-        return wrap(F.layer_norm(local(x), normalized_shape, weight, bias, eps), spec)
-    return wrap_result(torch.layer_norm(x, normalized_shape, weight, bias, eps), spec)
+        y = F.layer_norm(local(x), normalized_shape, weight, bias, eps)
+        return wrap(y, spec)
+    y = torch.layer_norm(x, normalized_shape, weight, bias, eps)
+    return wrap_result(y, spec)
 
 
 @rule(*named("rms_norm"))
@@ -207,13 +226,21 @@ def rms_norm(
     dims = last_dims(func, input, normalized_shape)
     is_whole = not any(spec.is_split(dim) for dim in dims)
     if is_whole and not isinstance(weight, ShardTensor):
-        return wrap(F.rms_norm(local(x), normalized_shape, scale_grad_by_replicas(weight, spec), eps), spec)
-    wide = dispatch(Tensor.to, x, torch.promote_types(x.dtype, torch.float32))
-    square = dispatch(torch.mean, dispatch(torch.square, wide), dims, True)
+        weight = scale_grad_by_replicas(weight, spec)
+        y = F.rms_norm(local(x), normalized_shape, weight, eps)
+        return wrap(y, spec)
+
+    # By rules of its parts, of which the mean over split dimensions communicates.
+    wide_dtype = torch.promote_types(x.dtype, torch.float32)
+    wide = dispatch(Tensor.to, x, wide_dtype)
+    squares = dispatch(torch.square, wide)
+    mean_square = dispatch(torch.mean, squares, dims, True)
     if eps is None:
         eps = torch.finfo(wide.dtype).eps
-    inverse_root = dispatch(torch.rsqrt, dispatch(torch.add, square, eps))
-    return scaled(dispatch(torch.mul, wide, inverse_root), weight, None, input)
+    shifted = dispatch(torch.add, mean_square, eps)
+    inverse_root = dispatch(torch.rsqrt, shifted)  # one number for each row
+    y = dispatch(torch.mul, wide, inverse_root)
+    return scaled(y, weight, None, input)
 
 
 def last_dims(
@@ -223,7 +250,8 @@ def last_dims(
 ) -> tuple[int, ...]:
     """The last dimensions, which have this shape."""
     dims = dims_of(x.spec, range(-len(normalized_shape), 0))
-    if [x.spec.shape[d] for d in dims] != list(normalized_shape):
+    shape = [x.spec.shape[d] for d in dims]
+    if shape != list(normalized_shape):
         raise RuntimeError(f"{func.__name__}: normalized_shape {list(normalized_shape)} of {list(x.spec.shape)}")
     return dims
 
@@ -239,9 +267,11 @@ def group_norm(
     cudnn_enabled: bool = True,
 ) -> ShardTensor:
     """Normalize groups of channels of (B, C, ...)."""
+    # Each group is normalized over its channels and all points.
     x = dispatch(Tensor.unflatten, input, 1, (num_groups, -1))  # (B, groups, C / groups, ...)
     dims = range(2, len(x.spec.dims))
-    shape = num_groups, -1, *[1] * (len(dims) - 1)
+    ones = [1] * (len(dims) - 1)
+    shape = (num_groups, -1, *ones)  # of the weights: (groups, C / groups, 1, ...)
     weight = None if weight is None else weight.view(shape)
     bias = None if bias is None else bias.view(shape)
     y, _, _ = normalized(x, dims, eps, weight, bias)
@@ -263,16 +293,21 @@ def batch_norm(
     """Normalize (B, C, ...) with statistics of all ranks; every rank updates the running ones in the same way."""
     shape = input.spec.shape
     if not training:
-        # One product and one sum for each element.
-        scale = (running_var + eps).rsqrt() * (1 if weight is None else weight)  # (C,)
-        shift = (0 if bias is None else bias) - running_mean * scale  # (C,)
+        # With known statistics the layer is one product and one sum for each element.
+        inverse_root = (running_var + eps).rsqrt()  # (C,)
+        scale = inverse_root * (1 if weight is None else weight)
+        shift = (0 if bias is None else bias) - running_mean * scale
         return scaled(input, of_channels(scale, input), of_channels(shift, input), input)
-    count = shape.numel() // max(shape[1], 1)
+    channels = max(shape[1], 1)
+    count = shape.numel() // channels  # global: samples times points
     if count <= 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {shape}")
     dims = (0, *range(2, len(shape)))
-    y, mean, var = normalized(input, dims, eps, of_channels(weight, input), of_channels(bias, input))
+    weight = of_channels(weight, input)  # (C,) -> (C, 1, ...)
+    bias = of_channels(bias, input)
+    y, mean, var = normalized(input, dims, eps, weight, bias)
     if running_mean is not None:
+        # torch's running variance is the unbiased one.
         unbiased = dispatch(torch.mul, var, count / (count - 1))
         update(running_mean, running_var, [mean, unbiased], momentum)
     return y
@@ -287,10 +322,12 @@ def update(
 ) -> None:
     """Move running statistics (C,), if there are any, towards the `new` mean and variance, of C elements each."""
     if isinstance(new[0], ShardTensor):
-        new = local(replicate(dispatch(torch.stack, new)))  # (2, ...)
+        both = dispatch(torch.stack, new)  # one gather for both
+        new = local(replicate(both))  # (2, ...)
     for running, value in zip((running_mean, running_var), new, strict=True):
         if running is not None:
-            running.mul_(1 - momentum).add_(value.flatten().to(running.dtype), alpha=momentum)
+            value = value.flatten().to(running.dtype)  # (C,)
+            running.mul_(1 - momentum).add_(value, alpha=momentum)
 
 
 @rule(F.instance_norm)
@@ -307,12 +344,15 @@ def instance_norm(
 ) -> ShardTensor:
     """Normalize each channel of each sample of (B, C, ...)."""
     if not use_input_stats:
-        return dispatch(F.batch_norm, input, running_mean, running_var, weight, bias, False, momentum, eps)
+        training = False
+        return dispatch(F.batch_norm, input, running_mean, running_var, weight, bias, training, momentum, eps)
     if running_mean is not None:
-        var, mean = dispatch(torch.var_mean, input, range(2, len(input.spec.dims)))  # each (B, C)
+        # The running statistics are means over the samples.
+        spatial_dims = range(2, len(input.spec.dims))
+        var, mean = dispatch(torch.var_mean, input, spatial_dims)  # each (B, C)
         of_batch = [dispatch(torch.mean, mean, 0), dispatch(torch.mean, var, 0)]
         update(running_mean, running_var, of_batch, momentum)
-    channels = input.spec.shape[1]
+    channels = input.spec.shape[1]  # each is a group of its own
     return dispatch(F.group_norm, input, channels, weight, bias, eps)
 
 
@@ -327,4 +367,5 @@ def to_unit_norm(
 ) -> ShardTensor:
     """Divide by the global p-norm along dim, or by eps if that is larger."""
     size = dispatch(torch.linalg.vector_norm, input, p, dim, keepdim=True)
-    return dispatch(torch.div, input, dispatch(torch.clamp, size, min=eps))
+    divisor = dispatch(torch.clamp, size, min=eps)
+    return dispatch(torch.div, input, divisor)

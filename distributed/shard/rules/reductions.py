@@ -37,12 +37,17 @@ def dims_of(spec: Spec, dim: Dims) -> tuple[int, ...]:
     if not dims:  # torch takes an empty tuple for all
         return tuple(range(count))
     limit = max(count, 1)  # a number has dimension 0 too
-    if any(not -limit <= d < limit for d in dims):
+    is_in_range = all(-limit <= d < limit for d in dims)
+    if not is_in_range:
         raise IndexError(f"Dimension out of range: {dims} of a tensor of {count} dimensions")
     return tuple([d % count for d in dims]) if count else ()
 
 
-def kept(spec: Spec, dims: Sequence[int], keepdim: bool = False) -> Spec:
+def kept(
+    spec: Spec,
+    dims: Sequence[int],
+    keepdim: bool = False,
+) -> Spec:
     """The spec without dims, or with dims of size 1."""
     left: list[Axes] = []
     for d, axes in enumerate(spec.dims):
@@ -55,9 +60,11 @@ def kept(spec: Spec, dims: Sequence[int], keepdim: bool = False) -> Spec:
 
 def reduced_spec(spec: Spec, dims: Sequence[int], keepdim: bool) -> Spec:
     """The spec of a sum over dims: partial over the mesh dimensions that split them."""
-    summed = mesh_dims_of(*[spec.dims[d] for d in dims])
+    summed_axes = [spec.dims[d] for d in dims]
+    summed = mesh_dims_of(*summed_axes)
     partial = tuple(sorted(summed.union(spec.partial)))
-    return spec.with_dims(kept(spec, dims, keepdim).dims, partial)
+    left = kept(spec, dims, keepdim)
+    return spec.with_dims(left.dims, partial)
 
 
 def gathered(
@@ -71,6 +78,7 @@ def gathered(
 
     All ranks must use the result in the same way, because its gradient is not summed over the ranks.
     """
+    # A rank may have no elements, where a maximum for example is not defined.
     empty = [d for d in dims if x.shape[d] == 0]
     if empty:  # a placeholder, whose summary is not sent
         x = x.sum(empty, keepdim=True, dtype=x.dtype)
@@ -83,8 +91,9 @@ def gathered_summaries(own: Tensor, counts: Sizes, group: Group) -> Tensor:
     counts: elements of each rank. The summary of a rank without any is not sent.
     """
     sizes = tuple([int(count > 0) for count in counts])
-    own = own[None][: sizes[group.rank]]  # (1 or 0, ...)
-    return gather_from_region(own, 0, sizes, group)
+    own_size = sizes[group.rank]
+    own = own[None][:own_size]  # (1 or 0, ...)
+    return gather_from_region(own, 0, sizes, group)  # (ranks, ...)
 
 
 def reduce_by(
@@ -96,12 +105,17 @@ def reduce_by(
     """reduce(part, dims, keepdim) of the local part, and of the results of all ranks if dims are split."""
     x = sum_partial(x)
     part = local(x)
+    # None means that every rank has whole rows: then nothing is gathered.
     shared_by = x.spec.shares(*dims)
+
+    def summary(part: Tensor) -> Tensor:
+        return reduce(part, dims, True)
+
     if shared_by is None:
         out = reduce(part, dims, True)
     else:
         counts, group = shared_by
-        of_ranks = gathered(part, lambda part: reduce(part, dims, True), counts, group, dims)  # (ranks, ...)
+        of_ranks = gathered(part, summary, counts, group, dims)  # (ranks, ...)
         out = reduce(of_ranks, (0,), False)
     return reduced_to(out, x.spec, dims, keepdim)
 
@@ -129,7 +143,8 @@ def total(
 ) -> ShardTensor:
     """Sum. Over a split dimension it is a partial tensor; nothing is communicated."""
     dims = dims_of(input.spec, dim)
-    return wrap(input.sum(dims, keepdim, dtype=dtype), reduced_spec(input.spec, dims, keepdim))
+    part = input.sum(dims, keepdim, dtype=dtype)
+    return wrap(part, reduced_spec(input.spec, dims, keepdim))
 
 
 @rule(*named("mean"))
@@ -150,13 +165,17 @@ def mean(
     dtype = dtype or input.dtype
     wide = torch.promote_types(dtype, torch.float32)  # the sum of all elements might not fit into 16 bits
     count = math.prod([spec.shape[d] for d in dims])
-    out = input.sum(dims, keepdim, dtype=wide) / count
+    # The count is global, so unequal parts of the ranks do not matter.
+    own_sum = input.sum(dims, keepdim, dtype=wide)
+    out = own_sum / count  # this rank's term of the mean
     return wrap(out.to(dtype), reduced_spec(spec, dims, keepdim))
 
 
-rule(*named("count_nonzero"))(
-    lambda func, input, dim=None: dispatch(torch.sum, dispatch(torch.ne, input, 0), dim)  # partial, as a sum is
-)
+@rule(*named("count_nonzero"))
+def count_nonzero(func: Callable, input: ShardTensor, dim: Dims = None) -> ShardTensor:
+    """The number of elements that are not 0: a sum, so that it is partial where dim is split."""
+    is_nonzero = dispatch(torch.ne, input, 0)
+    return dispatch(torch.sum, is_nonzero, dim)
 
 
 @rule(*named("any", "all", "logsumexp"))
@@ -167,7 +186,8 @@ def of_values(
     keepdim: bool = False,
 ) -> ShardTensor:
     """One gather of the value of each rank, and the same function of these."""
-    return reduce_by(func, input, dims_of(input.spec, dim), keepdim)
+    dims = dims_of(input.spec, dim)
+    return reduce_by(func, input, dims, keepdim)
 
 
 @rule(torch.linalg.vector_norm)
@@ -185,15 +205,21 @@ def vector_norm(
         if dtype is not None:
             x = dispatch(Tensor.to, x, dtype)
         extremum = torch.amax if ord > 0 else torch.amin
-        return dispatch(extremum, dispatch(torch.abs, x), dims_of(x.spec, dim), keepdim)
+        sizes = dispatch(torch.abs, x)
+        return dispatch(extremum, sizes, dims_of(x.spec, dim), keepdim)
     x = sum_partial(x)
     dims = dims_of(x.spec, dim)
 
-    def norm(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    def norm(
+        x: Tensor,
+        dims: tuple[int, ...],
+        keepdim: bool,
+    ) -> Tensor:
         return torch.linalg.vector_norm(x, ord, dims, keepdim, dtype=dtype)
 
     if ord == 0:  # the number of elements that are not 0, which is a sum over the ranks
-        return wrap(norm(local(x), dims, keepdim), reduced_spec(x.spec, dims, keepdim))
+        own_count = norm(local(x), dims, keepdim)
+        return wrap(own_count, reduced_spec(x.spec, dims, keepdim))
     return reduce_by(norm, x, dims, keepdim)
 
 
@@ -210,6 +236,7 @@ def norm(
     ord: float | str | None = None,
 ) -> ShardTensor:
     """torch.norm, Tensor.norm and torch.linalg.norm of vectors; norms of matrices have no rule."""
+    # torch.linalg calls it ord, torch.norm p.
     order = p if ord is None else ord
     if func is torch.linalg.norm and order is not None:
         is_of_one_dim = isinstance(dim, int) or len(dim or input.spec.dims) == 1
@@ -219,7 +246,8 @@ def norm(
         order = 2
     if isinstance(order, str):
         raise no_rule(func, (input,), {}, f"a norm of matrices, {order}")
-    return vector_norm(func, input, 2 if order is None else order, dim, keepdim, dtype=dtype)
+    order = 2 if order is None else order
+    return vector_norm(func, input, order, dim, keepdim, dtype=dtype)
 
 
 def centred(
@@ -233,10 +261,11 @@ def centred(
     """
     count = math.prod([x.shape[d] for d in dims])
     wide = torch.promote_types(x.dtype, torch.float32)  # float16 and bfloat16 have too few digits for sums
-    mean = x.sum(dims, keepdim=True, dtype=wide) / max(count, 1)
+    mean = x.sum(dims, keepdim=True, dtype=wide) / max(count, 1)  # a rank may have no elements
     apart = x - mean
     sizes = apart.abs() if apart.is_complex() else apart
-    return apart, mean, sizes.square().sum(dims, keepdim=True)
+    deviations = sizes.square().sum(dims, keepdim=True)
+    return apart, mean, deviations
 
 
 class _Moments(torch.autograd.Function):
@@ -254,10 +283,15 @@ class _Moments(torch.autograd.Function):
         return mean, deviations
 
     @staticmethod
-    def backward(ctx: Any, of_mean: Tensor, of_deviations: Tensor) -> tuple[Tensor, None]:
+    def backward(
+        ctx: Any,
+        of_mean: Tensor,
+        of_deviations: Tensor,
+    ) -> tuple[Tensor, None]:
         x, mean = ctx.saved_tensors
         # The deviations do not depend on the mean: their derivative by it, a sum of x - mean, is 0.
-        grad = (x - mean) * (2 * of_deviations) + of_mean / max(ctx.count, 1)
+        count = max(ctx.count, 1)
+        grad = (x - mean) * (2 * of_deviations) + of_mean / count
         return grad.to(x.dtype), None
 
 
@@ -278,17 +312,21 @@ def merged(
         return mean, deviations, math.prod([shape[d] for d in dims])
     counts, group = shared_by
     own = torch.stack([mean, deviations])  # (2, ...)
-    means, deviations = gathered_summaries(own, counts, group).unbind(1)  # each (ranks, ...)
+    of_ranks = gathered_summaries(own, counts, group)  # (ranks, 2, ...)
+    means, deviations = of_ranks.unbind(1)  # each (ranks, ...)
     count = sum(counts)
     present = [n for n in counts if n]  # ranks with elements have sent something
     weight = tensor_on(mean.device, present, mean.dtype)
-    weight = weight.view(-1, *[1] * mean.dim())  # (ranks, 1, ...)
+    ones = [1] * mean.dim()
+    weight = weight.view(-1, *ones)  # (ranks, 1, ...)
 
     # Differences of the ranks' means from that of the first, and then from the mean of all.
     apart = means - means[:1]
     shift = (apart * weight).sum(0) / count
     between = (apart - shift).square() * weight
-    return means[0] + shift, deviations.sum(0) + between.sum(0), count
+    mean_of_all = means[0] + shift
+    deviations_of_all = deviations.sum(0) + between.sum(0)
+    return mean_of_all, deviations_of_all, count
 
 
 def moments(
@@ -307,11 +345,13 @@ def moments(
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """The dtype of normalization and softmax of a tensor: its own, or under autocast, except on a CPU, float32."""
     device = x.device.type
-    return torch.float32 if torch.is_autocast_enabled(device) and device != "cpu" else x.dtype
+    needs_float32 = torch.is_autocast_enabled(device) and device != "cpu"
+    return torch.float32 if needs_float32 else x.dtype
 
 
 def root(var: Tensor) -> Tensor:
     """The square root of a variance; its gradient is 0 if the variance is 0, as in torch."""
+    # The inner `where` keeps an infinite derivative out of the backward pass.
     is_zero = var == 0
     safe = torch.where(is_zero, 1.0, var)  # the derivative of sqrt at 0 is infinite
     return torch.where(is_zero, 0.0, safe.sqrt())
@@ -329,7 +369,8 @@ def var(
 ) -> ShardTensor | tuple[ShardTensor, ShardTensor]:
     """Variance or standard deviation, alone or with the mean: one gather of two numbers from each rank."""
     if isinstance(dim, bool):  # var(x, unbiased)
-        dim, unbiased = None, dim
+        unbiased = dim
+        dim = None
     if unbiased is not None:
         correction = int(unbiased)
     elif correction is None:
@@ -341,9 +382,11 @@ def var(
         raise no_rule(func, (input,), {}, "of complex numbers")
     dims = dims_of(spec, dim)
     average, deviations, count = moments(at_least_float32(part), dims, spec.shares(*dims))
-    out = deviations / (count - correction) if count > correction else deviations * math.nan
+    freedom = count - correction  # degrees of freedom
+    out = deviations / freedom if freedom > 0 else deviations * math.nan
     if func.__name__ in ("std", "std_mean"):
         out = root(out)
+    # Statistics are computed at least in float32, and given in the dtype of the tensor.
     result = reduced_to(out.to(part.dtype), spec, dims, keepdim)
     average_result = reduced_to(average.to(part.dtype), spec, dims, keepdim)
     with_mean = func.__name__ in ("var_mean", "std_mean")
@@ -363,13 +406,15 @@ def cumsum(
     spec = input.spec
     part = local(input)
     (dim,) = dims_of(spec, dim)
-    out = part.cumsum(dim, dtype=dtype)
+    out = part.cumsum(dim, dtype=dtype)  # of this rank's rows alone
     split = spec.split(dim)
     if split is not None:
         _, group = split
         own_total = part.sum(dim, keepdim=True, dtype=dtype)[None]  # (1, ..., 1, ...)
-        totals = all_gather(own_total, 0, (1,) * group.size, group)  # (ranks, ..., 1, ...)
-        out = out + totals[: group.rank].sum(0)
+        one_of_each = (1,) * group.size
+        totals = all_gather(own_total, 0, one_of_each, group)  # (ranks, ..., 1, ...)
+        of_earlier_ranks = totals[: group.rank]
+        out = out + of_earlier_ranks.sum(0)
     return wrap(out, spec)
 
 
@@ -389,12 +434,15 @@ def extremum(
     needs_grad = part.requires_grad and torch.is_grad_enabled()
     if shared_by is None or not needs_grad:
         return reduce_by(func, x, dims, keepdim)
+    # Elements on several ranks may have the value: they share the gradient, so their number must be known.
     _, group = shared_by
     with torch.no_grad():
         value = local(reduce_by(func, x, dims, True))
         mask = part == value
-        count = reduce_from_region(mask.sum(dims, keepdim=True), group)
-    return reduced_to(_Shared.apply(part, value, mask, count), spec, dims, keepdim)
+        own_count = mask.sum(dims, keepdim=True)
+        count = reduce_from_region(own_count, group)
+    out = _Shared.apply(part, value, mask, count)
+    return reduced_to(out, spec, dims, keepdim)
 
 
 class _Shared(torch.autograd.Function):
@@ -413,7 +461,7 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        mask, count = ctx.saved_tensors
+        mask, count = ctx.saved_tensors  # this rank's extremal elements, and the number on all ranks
         return mask * (grad / count), None, None, None
 
 
@@ -429,11 +477,14 @@ def max_or_min(
     """Maximum or minimum of all elements, of two tensors, or along a dimension with the index of the first extremum."""
     largest = func.__name__ == "max"
     if isinstance(dim, Tensor):  # max(input, other)
-        other, dim = dim, None
+        other = dim
+        dim = None
     if other is not None:
-        return dispatch(torch.maximum if largest else torch.minimum, input, other)
+        of_two = torch.maximum if largest else torch.minimum
+        return dispatch(of_two, input, other)
     if dim is None:
-        return dispatch(torch.amax if largest else torch.amin, input)
+        of_all = torch.amax if largest else torch.amin
+        return dispatch(of_all, input)
     return along(input, dim, keepdim, largest)
 
 
@@ -445,17 +496,25 @@ def arg(
     keepdim: bool = False,
 ) -> ShardTensor:
     """The global index of the first extremum along dim; without dim, its index in the flattened tensor."""
+    # An index has no gradient.
     largest = func.__name__ == "argmax"
     x = dispatch(torch.detach, input)
     if dim is not None:
         return along(x, dim, keepdim, largest).indices
-    index = along(dispatch(torch.flatten, x), 0, False, largest).indices
+    flat = dispatch(torch.flatten, x)
+    index = along(flat, 0, False, largest).indices
     if keepdim:
-        index = dispatch(torch.reshape, index, [1] * len(input.spec.dims))
+        ones = [1] * len(input.spec.dims)
+        index = dispatch(torch.reshape, index, ones)
     return index
 
 
-def along(x: ShardTensor, dim: int, keepdim: bool, largest: bool) -> Any:
+def along(
+    x: ShardTensor,
+    dim: int,
+    keepdim: bool,
+    largest: bool,
+) -> Any:
     """The extremum along one dimension and its index; one gather of both if the dimension is split."""
     x = sum_partial(x)
     spec = x.spec
@@ -466,16 +525,20 @@ def along(x: ShardTensor, dim: int, keepdim: bool, largest: bool) -> Any:
         plain = torch.max if largest else torch.min
         values, indices = plain(part, dim, True)
     else:
+        of_ranks = torch.amax if largest else torch.amin
         with torch.no_grad():
-            value = local(reduce_by(torch.amax if largest else torch.amin, x, dims, True))
+            value = local(reduce_by(of_ranks, x, dims, True))
             # The global index of each extremal element, and a larger number for all others; the first one counts.
             size = spec.shape[dim]
             shape = [1] * part.dim()
             shape[dim] = -1
-            rows = torch.arange(size, device=part.device).view(shape)
+            rows = torch.arange(size, device=part.device).view(shape)  # (1, ..., rows, ..., 1)
             places = part_of(rows, spec)
-            found = torch.where((part == value) | part.isnan(), places, size)
+            is_extremal = (part == value) | part.isnan()
+            found = torch.where(is_extremal, places, size)
             indices = local(reduce_by(torch.amin, wrap(found, spec), dims, True))
-        values = _Shared.apply(part, value, places == indices, torch.ones_like(indices))
+        # One element alone has the gradient, as in torch.
+        one = torch.ones_like(indices)
+        values = _Shared.apply(part, value, places == indices, one)
     kind: Any = torch.return_types.max if largest else torch.return_types.min
     return kind([reduced_to(y, spec, dims, keepdim) for y in (values, indices)])

@@ -41,7 +41,12 @@ from networks.vit import PerAxis
 
 AVERAGES = set(named("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"))
 NEAREST = "nearest", "nearest-exact"
-SMOOTH = {1: ("linear",), 2: ("bilinear", "bicubic"), 3: ("trilinear",)}  # modes by the number of dimensions
+# Other modes that are sums of rows, by the number of spatial dimensions.
+SMOOTH = {
+    1: ("linear",),
+    2: ("bilinear", "bicubic"),
+    3: ("trilinear",),
+}
 
 
 @spatial_rule("max_pool")
@@ -65,7 +70,9 @@ def max_pool(
     x, new, _ = extended(x, splits, along, shape, lowest)
     if 0 in shape:
         return no_outputs(x, shape), new
-    return func(x, kernel_size, stride, left(along, splits), dilation, ceil_mode), new
+    own_padding = left(along, splits)
+    y = func(x, kernel_size, stride, own_padding, dilation, ceil_mode)
+    return y, new
 
 
 @spatial_rule("avg_pool")
@@ -87,43 +94,61 @@ def avg_pool(
     x, new, own = extended(x, splits, along, shape, 0)
     if 0 in shape:
         return no_outputs(x, shape), new
-    divisor = () if DIMENSIONS[func] == 1 else (divisor_override,)
-    y = func(x, kernel_size, stride, left(along, splits), ceil_mode, count_include_pad, *divisor)
+    own_padding = left(along, splits)
+    divisor = () if DIMENSIONS[func] == 1 else (divisor_override,)  # avg_pool1d has no such argument
+    y = func(x, kernel_size, stride, own_padding, ceil_mode, count_include_pad, *divisor)
     if divisor_override is not None:
         return y, new
 
     # The plain operation has divided by all rows of a window, even by those outside of the whole dimension.
     for dim, outputs in own.items():
         window = along[dim]
-        rows = sum(splits[dim][0])
-        low, high = (-window.before, rows + window.before) if count_include_pad else (0, rows)
+        sizes, _ = splits[dim]
+        rows = sum(sizes)
+        padding_rows = window.before if count_include_pad else 0
+        low = -padding_rows
+        high = rows + padding_rows
         factors = []
         for j in range(*outputs):
             first, last = window.interval(j, j + 1)
             counted = min(last, high) - max(first, low)
             factors.append(window.kernel / counted)
         if any(factor != 1 for factor in factors):
-            dims_behind = y.ndim - 1 - dim
-            y = y * tensor_on(y.device, factors, y.dtype).view(-1, *[1] * dims_behind)
+            ones_behind = [1] * (y.ndim - 1 - dim)
+            factor_of_row = tensor_on(y.device, factors, y.dtype)
+            y = y * factor_of_row.view(-1, *ones_behind)
     return y, new
 
 
 def pool_windows(
-    func: Callable, x: Tensor, kernel_size: PerAxis, stride: PerAxis, padding: PerAxis, dilation: PerAxis = 1
+    func: Callable,
+    x: Tensor,
+    kernel_size: PerAxis,
+    stride: PerAxis,
+    padding: PerAxis,
+    dilation: PerAxis = 1,
 ) -> dict[int, Window]:
     """{spatial dimension: its Window}. Raises ValueError for more padding than half of a window."""
-    dims = range(x.ndim - DIMENSIONS[func], x.ndim)
+    first_spatial = x.ndim - DIMENSIONS[func]
+    dims = range(first_spatial, x.ndim)
     along = windows_of(dims, kernel_size, stride, padding, dilation)
     for window in along.values():
-        before, kernel = window.before, window.kernel
+        before = window.before
+        kernel = window.kernel
         if 2 * before > window.reach + 1:
             raise ValueError(f"{func.__name__}: padding {before} is more than half of the window of {kernel}")
     return along
 
 
-def left(along: dict[int, Window], splits: Splits) -> list[int]:
+def left(
+    along: dict[int, Window],
+    splits: Splits,
+) -> list[int]:
     """The padding that the plain operation has still to add, after `extended`."""
-    return [0 if dim in splits else w.before for dim, w in along.items()]
+    padding = []
+    for dim, window in along.items():
+        padding.append(0 if dim in splits else window.before)
+    return padding
 
 
 @spatial_rule("adaptive_max_pool")
@@ -152,22 +177,32 @@ def adaptive_pool(
             continue
         sizes, group = splits[dim]
         new[dim] = in_proportion(sizes, length)
-        covered = [(j * rows // length, -(-(j + 1) * rows // length)) for j in range(length)]
+        covered = []  # rows of each output
+        for j in range(length):
+            first = j * rows // length
+            last = -(-(j + 1) * rows // length)
+            covered.append((first, last))
+        # A mean is a weighted sum, which makes one row of each window; of maxima the plain operation needs all rows.
         weights = None
         if func in AVERAGES:
-            weights = [[1 / (b - a)] * (b - a) for a, b in covered]
+            weights = []
+            for first, last in covered:
+                n = last - first
+                weights.append([1 / n] * n)
         x = read(x, dim, splits[dim], new[dim], covered, weights)
         shape[dim] = new[dim][group.rank]
     if 0 in shape:
         return no_outputs(x.to(dtype), shape), new
-    return func(x, shape[first_spatial:]).to(dtype), new
+    y = func(x, shape[first_spatial:])
+    return y.to(dtype), new
 
 
 @rule(*AVERAGES)
 def adaptive_avg_pooling(func: Callable, input: ShardTensor, output_size: PerAxis) -> ShardTensor:
     """Each rank gets outputs in proportion to its rows; the mean over all rows is a partial tensor."""
     count = DIMENSIONS[func]
-    if set(spatial(output_size, count)) == {1}:
+    is_mean_of_all = set(spatial(output_size, count)) == {1}
+    if is_mean_of_all:
         # The mean is a sum over the ranks; otherwise one rank would fetch all rows.
         return dispatch(torch.mean, input, tuple(images(input, func)), keepdim=True)
     return spatially(adaptive_pool, func, input, output_size)
@@ -185,7 +220,11 @@ def with_indices(
     **kwargs: Any,
 ) -> tuple[ShardTensor, ...]:
     """(maxima, their places in the whole image): each rank has whole images of some channels or samples meanwhile."""
-    return on_whole(input, images(input, func), lambda part: func(part, *args, **kwargs), resizes=True)
+
+    def compute(part: Tensor) -> Any:
+        return func(part, *args, **kwargs)
+
+    return on_whole(input, images(input, func), compute, resizes=True)
 
 
 @rule(torch._C._nn.max_unpool2d, torch._C._nn.max_unpool3d)
@@ -201,7 +240,8 @@ def unpool(
     x = unshard_dims(input, dims)
     part = local(x)
     places = local_operand(sum_partial(indices), x.spec)
-    out = x.spec.resized(dict(zip(dims, output_size, strict=True)))
+    new_sizes = dict(zip(dims, output_size, strict=True))
+    out = x.spec.resized(new_sizes)
     y = func(part, places, output_size, *args) if part.numel() else no_outputs(part, out.local_shape)
     return restore_sharding(wrap(y, out), input.spec)
 
@@ -232,9 +272,11 @@ def interpolate(
     lengths = list(func(meta, *options).shape[2:])
     scales: list[Any] = [None] * count if recompute_scale_factor else list(spatial(scale_factor, count))
     if mode == "area":
-        return adaptive_avg_pooling(getattr(F, f"adaptive_avg_pool{count}d"), given, lengths)
+        pooling = getattr(F, f"adaptive_avg_pool{count}d")
+        return adaptive_avg_pooling(pooling, given, lengths)
     is_known = mode in NEAREST or mode in SMOOTH[count]
-    if not is_known or (antialias and count != 2):
+    has_antialias = not antialias or count == 2  # torch has it for images alone
+    if not is_known or not has_antialias:
         raise no_rule(func, (given,), {}, f"mode '{mode}'" + antialias * " with antialias")
 
     # Weighted sums of rows along the split dimensions.
@@ -245,12 +287,15 @@ def interpolate(
             continue
         sizes, _ = splits[dim]
         new[dim] = in_proportion(sizes, lengths[i])
-        places, weights = rows_read(mode, sum(sizes), lengths[i], scales[i], align_corners, antialias)
-        x = read(x, dim, splits[dim], new[dim], places, None if mode in NEAREST else weights)
-        lengths[i] = x.shape[dim]  # done: the plain operation below keeps these rows
+        rows = sum(sizes)
+        places, weights = rows_read(mode, rows, lengths[i], scales[i], align_corners, antialias)
+        used_weights = None if mode in NEAREST else weights
+        x = read(x, dim, splits[dim], new[dim], places, used_weights)
+        # This dimension is done: the plain operation below keeps its rows.
+        lengths[i] = x.shape[dim]
         scales[i] = scales[i] and 1.0
 
-    # The plain operation along the others.
+    # The plain operation follows along the others.
     shape = (*x.shape[:2], *lengths)
     if 0 in shape:
         x = no_outputs(x, shape)
@@ -272,30 +317,33 @@ def rows_read(
 ) -> tuple[tuple[Interval, ...], tuple[tuple[float, ...], ...]]:
     """The rows [first, last) that each output reads, and their weights, which the plain operation shows."""
 
-    def plain(x: Tensor) -> Tensor:  # (rows, n) -> (length, n)
-        # Two columns: of one column torch 2.13 computes every output as the first.
-        planes = x.to(torch.float64).mT[None, :, :, None].repeat(1, 1, 1, 2)  # (1, n, rows, 2)
-        how = {"size": (length, 2)} if scale is None else {"scale_factor": (scale, 1.0)}
-        plane_mode = {"linear": "bilinear", "trilinear": "bilinear"}.get(mode, mode)
+    def plain(x: Tensor) -> Tensor:
+        """The plain operation along the rows: (rows, n) -> (length, n)."""
+        # It gets two columns, because torch 2.13 computes every output of one column as the first.
+        columns = x.to(torch.float64).mT[None, :, :, None]  # (1, n, rows, 1)
+        planes = columns.repeat(1, 1, 1, 2)  # (1, n, rows, 2)
+        how: Any = {"size": (length, 2)} if scale is None else {"scale_factor": (scale, 1.0)}
+        plane_mode = "bilinear" if mode in ("linear", "trilinear") else mode
         y = F.interpolate(planes, mode=plane_mode, align_corners=align_corners, antialias=antialias, **how)
-        return y[0, :, :, 0].mT
+        return y[0, :, :, 0].mT  # (length, n)
 
     intervals = []
     weights = []
     if mode == "bicubic" or antialias:
         # Every row alone shows its weight for each output.
         every = plain(torch.eye(rows))  # (length, rows)
-        is_read = every.ne(0)
-        starts = is_read.int().argmax(1).tolist()
-        behind = is_read.flip(1).int().argmax(1).tolist()
-        for row, first, n in zip(every.tolist(), starts, behind, strict=True):
+        is_read = every.ne(0).int()
+        starts = is_read.argmax(1).tolist()  # the first row that each output reads
+        unread_behind = is_read.flip(1).argmax(1).tolist()
+        for of_output, first, n in zip(every.tolist(), starts, unread_behind, strict=True):
             last = rows - n
             intervals.append((first, last))
-            weights.append(tuple(row[first:last]))
+            weights.append(tuple(of_output[first:last]))
     else:
         # Linear and nearest: an output of the row numbers is the place between the two rows that it reads.
-        numbers = torch.arange(rows)[:, None]
-        for place in plain(numbers).flatten().tolist():
+        numbers = torch.arange(rows)[:, None]  # (rows, 1)
+        places = plain(numbers).flatten().tolist()
+        for place in places:
             place = round(place, 9)
             first = math.floor(place)
             fraction = place % 1
@@ -327,22 +375,31 @@ def pad(
     for i in range(0, len(pad), 2):
         dim = x.ndim - 1 - i // 2  # the last dimension comes first
         before, after = pad[i : i + 2]
-        if before == after == 0 or not given.spec.is_split(dim):
+        is_padded = before != 0 or after != 0
+        if not is_padded or not given.spec.is_split(dim):
             continue
         (split,) = splits_of(given, [dim]).values()
         left[i] = 0
         left[i + 1] = 0
-        rows = sum(split[0])
+
+        # The limits are those of the plain operation. Constant padding may also be negative, to cut rows off.
+        sizes, _ = split
+        rows = sum(sizes)
         length = before + rows + after
-        most = {"circular": rows, "reflect": rows - 1}.get(mode, math.inf)
-        is_allowed = mode == "constant" or (0 <= before <= most and 0 <= after <= most)
+        limits = {"circular": rows, "reflect": rows - 1}
+        most = limits.get(mode, math.inf)
+        fits = 0 <= before <= most and 0 <= after <= most
+        is_allowed = mode == "constant" or fits
         if length < 0 or not is_allowed:
             raise ValueError(f"pad: {mode} of {rows} rows by {before} before and {after} after")
         window = Window(1, 1, before, after)
-        new[dim] = window.output_sizes(split[0], length)
+        new[dim] = window.output_sizes(sizes, length)
         if mode in ("reflect", "replicate"):
-            inside = [mirrored(row, rows - 1, mode) for row in range(-before, rows + after)]
-            x = read(x, dim, split, new[dim], [(row, row + 1) for row in inside])
+            windows = []
+            for row in range(-before, rows + after):
+                inside = mirrored(row, rows - 1, mode)
+                windows.append((inside, inside + 1))
+            x = read(x, dim, split, new[dim], windows)
         else:
             periodic = mode == "circular"
             pending, *_ = request(x, dim, split, new[dim], window.interval, periodic=periodic, fill=value or 0)
@@ -351,7 +408,8 @@ def pad(
                 x = x.clone()
     if any(left):
         own_mode = mode if x.numel() else "constant"  # other modes reject empty tensors
-        x = F.pad(x, left, own_mode, value if own_mode == "constant" else None)
+        own_value = value if own_mode == "constant" else None
+        x = F.pad(x, left, own_mode, own_value)
     return resulting(given, x, new)
 
 
@@ -359,4 +417,5 @@ def mirrored(row: int, last: int, mode: str) -> int:
     """The row that lies in the place of one outside of [0, last], by reflection or replication."""
     if mode == "reflect":
         row = abs(row) if row <= last else 2 * last - row
-    return min(max(row, 0), last)
+    not_before = max(row, 0)
+    return min(not_before, last)

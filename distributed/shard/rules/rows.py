@@ -26,9 +26,13 @@ def change_row(
     spec = gradient_spec(row.spec)
 
     def fit(operand: Any) -> Any:
+        if not isinstance(operand, Tensor):
+            return operand
         # Only the rank that holds the row uses its copy of an operand.
-        return local_operand(sum_partial(operand), spec, row.spec) if isinstance(operand, Tensor) else operand
+        operand = sum_partial(operand)
+        return local_operand(operand, spec, row.spec)
 
+    # All ranks prepare the operands, because that may communicate.
     own_args = [fit(operand) for operand in args]
     own_kwargs = {name: fit(operand) for name, operand in kwargs.items()}
     if row.is_own_row:
@@ -36,6 +40,7 @@ def change_row(
         return check_writable(row)
     assert row.row_of is not None
     operands = [*own_args, *own_kwargs.values()]
+    # The ranks without the row stand in its backward pass all the same.
     take_part(row.row_of, operands)
     take_part(row, operands)
     return check_writable(row)
@@ -46,5 +51,6 @@ def take_part(x: Tensor, operands: Sequence[Any]) -> None:
     flat = x.reshape(1) if x.dim() == 0 else x
     for operand in operands:
         if isinstance(operand, Tensor) and operand.requires_grad:
-            nothing = operand.reshape(-1)[:0].sum()  # 0, also where the operand is not finite
+            # The sum over no elements is 0, also where the operand is not finite.
+            nothing = operand.reshape(-1)[:0].sum()
             flat[:0].add_(nothing)

@@ -20,7 +20,16 @@ from distributed.shard.operands import global_shape, gradient_spec, local_operan
 from distributed.shard.redistribute import recut
 from distributed.shard.rules.reductions import dims_of
 from distributed.shard.spec import Axes, Axis, Spec, merged, mesh_dims_of, unsplit_axes
-from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap, wrap_result
+from distributed.shard.tensor import (
+    ShardTensor,
+    dispatch,
+    local,
+    named,
+    no_rule,
+    rule,
+    wrap,
+    wrap_result,
+)
 
 Cut = dict[int, Sizes]  # {mesh dimension: sizes of its ranks}
 
@@ -35,6 +44,7 @@ def regrouped(
     If the new shape breaks up pieces of a split axis, `cut` receives the sizes that its pieces must have. Returns None
     if no sizes would do.
     """
+    # Axes are taken from the outermost on, until their product is the size of the new dimension.
     left = list(axes)[::-1]  # the outermost axis is the last of the list
     dims = []
     for size in shape:
@@ -53,10 +63,13 @@ def regrouped(
             elif axis.size and axis.size % missing == 0:
                 # Break up the axis: its inner part belongs to the next dimension.
                 inner = axis.size // missing
-                sizes = axis.sizes and _multiples(axis.sizes, inner)
-                if sizes is not None and sizes != axis.sizes:
-                    cut[axis.mesh_dim] = sizes
-                outer_sizes = sizes and tuple([n // inner for n in sizes])
+                outer_sizes = None
+                if axis.sizes is not None:
+                    # A piece must end where a row of the outer axis does.
+                    sizes = _multiples(axis.sizes, inner)
+                    if sizes != axis.sizes:
+                        cut[axis.mesh_dim] = sizes
+                    outer_sizes = tuple([n // inner for n in sizes])
                 taken.append(Axis(missing, axis.mesh_dim, outer_sizes))
                 left.append(Axis(inner))
                 missing = 1
@@ -74,22 +87,29 @@ def _multiples(sizes, n):
     """The sizes nearest to `sizes` that are multiples of n."""
     ends = [0]
     for end in accumulate(sizes):
-        ends.append((end + n // 2) // n * n)
+        multiple = (end + n // 2) // n
+        ends.append(multiple * n)
     return tuple([b - a for a, b in pairwise(ends)])
 
 
 def _regrouped_behind(dims, shape, at, cut):
     """Regroup the dimensions in front of dimension `at`, which has elements ahead, and all others behind it."""
-    in_front = list(chain(*dims[:at]))
-    axes = list(chain(*dims[at:]))
-    behind = list(chain(*dims[at + 1 :]))
+    in_front = _flat_axes(dims[:at])
+    axes = _flat_axes(dims[at:])
+    behind = _flat_axes(dims[at + 1 :])
 
     # The new dimension that begins where dimension `at` does: it receives the elements ahead.
     front_size = _size_of(in_front)
-    candidates = [i for i in range(len(shape)) if math.prod(shape[:i]) == front_size and shape[i] != 1]
+    candidates = []
+    for i, n in enumerate(shape):
+        begins_there = math.prod(shape[:i]) == front_size
+        if begins_there and n != 1:
+            candidates.append(i)
     if not candidates or mesh_dims_of(behind):
         return None
     place = candidates[0]
+
+    # The dimensions are regrouped without the elements ahead, then these are put in front of the new dimension.
     inner_shape = shape[place + 1 :]
     inner = math.prod(inner_shape)
     prefix = axes[0].prefix * _size_of(behind)
@@ -99,16 +119,24 @@ def _regrouped_behind(dims, shape, at, cut):
     before = regrouped(in_front, shape[:place], cut)
     if before is None or new is None or not new[0] or cut:
         return None
-    if prefix % inner or outer + prefix // inner != shape[place]:
+    prefix_rows = prefix // inner
+    has_whole_rows = prefix % inner == 0
+    if not has_whole_rows or outer + prefix_rows != shape[place]:
         return None
     first, *others = new[0]
-    first = first._replace(prefix=prefix // inner)
+    first = first._replace(prefix=prefix_rows)
     return (*before, (first, *others), *new[1:])
+
+
+def _flat_axes(dims):
+    """The axes of several dimensions, in order."""
+    return list(chain.from_iterable(dims))
 
 
 def _size_of(axes):
     """The number of elements of a product of axes, without those ahead."""
-    return math.prod([axis.size for axis in axes])
+    sizes = [axis.size for axis in axes]
+    return math.prod(sizes)
 
 
 def reshaped_spec(
@@ -121,15 +149,17 @@ def reshaped_spec(
     spec = x.spec
     count = spec.shape.numel()
     if -1 in shape:
-        known = -math.prod(shape)
-        shape[shape.index(-1)] = count // known if known else 0
+        known = -math.prod(shape)  # the product of the other sizes
+        unknown = shape.index(-1)
+        shape[unknown] = count // known if known else 0
     if math.prod(shape) != count:
         raise RuntimeError(f"shape '{shape}' is invalid for input of size {count}")
-    with_prefix = [d for d, axes in enumerate(spec.dims) if axes and axes[0].prefix]
+    with_prefix = [d for d, axes in enumerate(spec.dims) if axes and axes[0].prefix]  # class tokens ahead
     if with_prefix:
         dims = _regrouped_behind(spec.dims, shape, with_prefix[0], cut)
     else:
-        dims = regrouped(chain(*spec.dims), shape, cut)
+        axes = chain(*spec.dims)
+        dims = regrouped(axes, shape, cut)
     if dims is None:
         raise no_rule(func, (x,), {}, f"the new shape {shape} does not keep the ranks' pieces together")
     return spec.with_dims(dims), cut
@@ -138,23 +168,37 @@ def reshaped_spec(
 def reshaped(func: Callable, x: ShardTensor, shape: Iterable[int]) -> ShardTensor:
     """The tensor in a new global shape, after it is cut in other sizes where it must be. One size may be -1."""
     shape = tuple(shape)
-    new, cut = x.spec.derived(("reshape", shape), lambda: reshaped_spec(func, x, list(shape)))
+    # The spec keeps what was derived from it, so that a shape is worked out once.
+    key = ("reshape", shape)
+    new, cut = x.spec.derived(key, lambda: reshaped_spec(func, x, list(shape)))
     return in_shape(func, x, new, cut)
 
 
-def in_shape(func: Callable, x: ShardTensor, new: Spec, cut: Cut) -> ShardTensor:
+def in_shape(
+    func: Callable,
+    x: ShardTensor,
+    new: Spec,
+    cut: Cut,
+) -> ShardTensor:
     """The tensor in the shape of a result of reshaped_spec."""
     part: Tensor = x
     if cut:
         part, _ = recut(local(x), x.spec, cut)
+    # Only view() refuses a tensor that would have to be copied.
     part = part.view(new.local_shape) if func == Tensor.view else part.reshape(new.local_shape)
     return wrap_result(part, new)
 
 
 @rule(*named("reshape", "view", "view_as", "reshape_as"))
-def reshape(func: Callable, input: ShardTensor, *shape: Any, **keywords: Any) -> ShardTensor:
+def reshape(
+    func: Callable,
+    input: ShardTensor,
+    *shape: Any,
+    **keywords: Any,
+) -> ShardTensor:
     """Reshape to a global shape, given as numbers, as one tuple, or by another tensor."""
-    if any(isinstance(x, torch.dtype) for x in (*shape, *keywords.values())):
+    arguments = (*shape, *keywords.values())
+    if any(isinstance(x, torch.dtype) for x in arguments):
         raise no_rule(func, (input,), {}, "a view as another dtype")
     return reshaped(func, input, numbers(shape, keywords))
 
@@ -164,6 +208,7 @@ def numbers(
     keywords: dict[str, Any],
 ) -> tuple[int, ...]:
     """Arguments as a tuple of numbers: 2, 3; (2, 3); a tensor of this shape; or one of them by its name."""
+    # The name of the argument depends on the function: size, shape, other, dims.
     given = given or tuple(keywords.values())
     if len(given) == 1 and isinstance(given[0], Tensor):
         return tuple(global_shape(given[0]))
@@ -184,40 +229,65 @@ def flatten(
         shape = x.spec.shape or (1,)
         start = start_dim % len(shape)
         end = end_dim % len(shape)
+        before = shape[:start]
+        behind = shape[end + 1 :]
         length = math.prod(shape[start : end + 1])
-        return reshaped_spec(func, x, [*shape[:start], length, *shape[end + 1 :]])
+        return reshaped_spec(func, x, [*before, length, *behind])
 
     new, cut = x.spec.derived(("flatten", start_dim, end_dim), flattened)
     return in_shape(func, x, new, cut)
 
 
 @rule(*named("unflatten"))
-def unflatten(func: Callable, x: ShardTensor, dim: int, sizes: Iterable[int]) -> ShardTensor:
+def unflatten(
+    func: Callable,
+    x: ShardTensor,
+    dim: int,
+    sizes: Iterable[int],
+) -> ShardTensor:
     """Distribute the axes of one dimension over several. One size may be -1."""
     shape = x.spec.shape
     dim = dim % len(shape)
     sizes = list(sizes)
     if -1 in sizes:
-        known = -math.prod(sizes)
-        sizes[sizes.index(-1)] = shape[dim] // known
+        known = -math.prod(sizes)  # the product of the other sizes
+        unknown = sizes.index(-1)
+        sizes[unknown] = shape[dim] // known
     if math.prod(sizes) != shape[dim]:
         raise RuntimeError(f"unflatten: sizes {sizes} do not multiply up to {shape[dim]}, the size of dimension {dim}")
-    return reshaped(func, x, (*shape[:dim], *sizes, *shape[dim + 1 :]))
+    before = shape[:dim]
+    behind = shape[dim + 1 :]
+    return reshaped(func, x, (*before, *sizes, *behind))
 
 
 @rule(*named("permute"))
-def permute(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> ShardTensor:
+def permute(
+    func: Callable,
+    input: ShardTensor,
+    *dims: Any,
+    **keywords: Any,
+) -> ShardTensor:
     """Reorder dimensions, given as numbers or as one tuple, together with their axes."""
+    # Axes move with their dimensions, so that no element changes its rank.
     dims = numbers(dims, keywords)
     spec = input.spec
     if len(dims) != len(spec.dims):
         raise RuntimeError(f"permute: {len(dims)} dimensions of a tensor of {len(spec.dims)}")
-    new = spec.derived(("permute", dims), lambda: spec.with_dims([spec.dims[d] for d in dims]))
+
+    def permuted() -> Spec:
+        return spec.with_dims([spec.dims[d] for d in dims])
+
+    new = spec.derived(("permute", dims), permuted)
     return wrap_result(input.permute(dims), new)
 
 
 @rule(*named("transpose", "swapaxes", "swapdims"))
-def transpose(func: Callable, input: ShardTensor, dim0: int, dim1: int) -> ShardTensor:
+def transpose(
+    func: Callable,
+    input: ShardTensor,
+    dim0: int,
+    dim1: int,
+) -> ShardTensor:
     """Swap two dimensions and their axes."""
     spec = input.spec
 
@@ -227,7 +297,8 @@ def transpose(func: Callable, input: ShardTensor, dim0: int, dim1: int) -> Shard
         return spec.with_dims(dims)
 
     part = input.transpose(dim0, dim1)
-    return wrap_result(part, spec.derived(("transpose", dim0, dim1), swapped))
+    new = spec.derived(("transpose", dim0, dim1), swapped)
+    return wrap_result(part, new)
 
 
 @rule(*named("mT", "t"))
@@ -239,8 +310,19 @@ def matrix_transpose(func: Callable, input: ShardTensor) -> ShardTensor:
     return input if count < 2 else transpose(func, input, -2, -1)
 
 
-rule(*named("T"))(lambda func, input: permute(func, input, tuple(range(len(input.spec.dims)))[::-1]))
-rule(*named("H", "mH", "adjoint"))(lambda func, input: dispatch(torch.conj, transpose(func, input, -2, -1)))
+@rule(*named("T"))
+def reverse_dims(func: Callable, input: ShardTensor) -> ShardTensor:
+    """All dimensions in the opposite order."""
+    count = len(input.spec.dims)
+    order = tuple(reversed(range(count)))
+    return permute(func, input, order)
+
+
+@rule(*named("H", "mH", "adjoint"))
+def adjoint(func: Callable, input: ShardTensor) -> ShardTensor:
+    """Swap the last two dimensions of the complex conjugate."""
+    transposed = transpose(func, input, -2, -1)  # (..., M, N)
+    return dispatch(torch.conj, transposed)
 
 
 @rule(*named("view_as_real", "view_as_complex"))
@@ -248,7 +330,10 @@ def complex_view(func: Callable, input: ShardTensor) -> ShardTensor:
     """Complex numbers as a last dimension of 2, which must be whole, and back."""
     spec = input.spec
     if func is torch.view_as_real:
-        return wrap(func(input.resolve_conj()), spec.with_dims((*spec.dims, unsplit_axes(2))))
+        pairs = func(input.resolve_conj())  # (..., 2)
+        real_dims = (*spec.dims, unsplit_axes(2))
+        return wrap(pairs, spec.with_dims(real_dims))
+    # A number needs both of its parts.
     if spec.is_split(-1):
         raise no_rule(func, (input,), {}, "the last dimension is split")
     return wrap(func(input), spec.with_dims(spec.dims[:-1]))
@@ -256,12 +341,18 @@ def complex_view(func: Callable, input: ShardTensor) -> ShardTensor:
 
 @rule(*named("movedim", "moveaxis"))
 def movedim(
-    func: Callable, x: ShardTensor, source: int | Sequence[int], destination: int | Sequence[int]
+    func: Callable,
+    x: ShardTensor,
+    source: int | Sequence[int],
+    destination: int | Sequence[int],
 ) -> ShardTensor:
     """Move some dimensions to other positions; the rest keep their order."""
-    source, destination = dims_of(x.spec, source), dims_of(x.spec, destination)
+    source = dims_of(x.spec, source)
+    destination = dims_of(x.spec, destination)
     order = [d for d in range(len(x.spec.dims)) if d not in source]
-    for place, dim in sorted(zip(destination, source, strict=True)):
+    # From the first position to the last, an insertion leaves the earlier ones in place.
+    moves = sorted(zip(destination, source, strict=True))
+    for place, dim in moves:
         order.insert(place, dim)
     return permute(func, x, order)
 
@@ -269,8 +360,11 @@ def movedim(
 @rule(*named("unsqueeze"))
 def unsqueeze(func: Callable, x: ShardTensor, dim: int) -> ShardTensor:
     """Insert a dimension of size 1, without axes."""
-    dim = dim % (len(x.spec.dims) + 1)
-    return wrap(x.unsqueeze(dim), x.spec.with_dims((*x.spec.dims[:dim], (), *x.spec.dims[dim:])))
+    # A dimension of size 1 has no axes.
+    dims = x.spec.dims
+    dim = dim % (len(dims) + 1)
+    new = x.spec.with_dims((*dims[:dim], (), *dims[dim:]))
+    return wrap(x.unsqueeze(dim), new)
 
 
 @rule(*named("squeeze"))
@@ -281,21 +375,29 @@ def squeeze(
 ) -> ShardTensor:
     """Remove dimensions of global size 1. One may be split: then one rank holds its only row."""
     spec = x.spec
-    gone = () if dim == () else tuple([d for d in dims_of(spec, dim) if spec.shape[d] == 1])
-    index = [0 if d in gone else slice(None) for d in range(len(spec.dims))]
+    candidates = () if dim == () else dims_of(spec, dim)
+    gone = [d for d in candidates if spec.shape[d] == 1]
+    # The rule of indexing knows which rank holds the only row.
+    index = [0 if d in gone else slice(None) for d in range(len(spec.dims))]  # 0 removes a dimension
     return dispatch(Tensor.__getitem__, x, tuple(index))
 
 
 @rule(*named("expand", "expand_as", "broadcast_to"))
-def expand(func: Callable, x: Tensor, *shape: Any, **keywords: Any) -> ShardTensor:
+def expand(
+    func: Callable,
+    x: Tensor,
+    *shape: Any,
+    **keywords: Any,
+) -> ShardTensor:
     """Expand to a global shape; -1 keeps a size. A split dimension of size 1 cannot be expanded.
 
     A plain tensor that is expanded as a ShardTensor is split as that is.
     """
     if not isinstance(x, ShardTensor):
-        other = next(iter((*shape, *keywords.values())))
+        other, *_ = (*shape, *keywords.values())
         like = gradient_spec(other.spec)
-        return wrap(local_operand(x, like).expand(like.local_shape), like)
+        part = local_operand(x, like)
+        return wrap(part.expand(like.local_shape), like)
     shape = numbers(shape, keywords)
     ahead = len(shape) - len(x.spec.dims)  # new dimensions
     dims = []
@@ -303,7 +405,8 @@ def expand(func: Callable, x: Tensor, *shape: Any, **keywords: Any) -> ShardTens
     for dim, size in enumerate(shape):
         is_new = dim < ahead
         axes = () if is_new else x.spec.dims[dim - ahead]
-        grows = is_new or (size != -1 and size != x.spec.shape[dim - ahead])
+        old_size = None if is_new else x.spec.shape[dim - ahead]
+        grows = size not in (-1, old_size) or is_new
         if grows and mesh_dims_of(axes):
             raise no_rule(func, (x,), {}, "a split dimension of size 1 cannot grow")
         dims.append(unsplit_axes(size) if grows else axes)
@@ -315,6 +418,7 @@ def expand(func: Callable, x: Tensor, *shape: Any, **keywords: Any) -> ShardTens
 def pixel_shuffle(func: Callable, input: ShardTensor, factor: int) -> ShardTensor:
     """(..., C r^2, H, W) -> (..., C, H r, W r)."""
     x = unflatten(func, input, -3, (-1, factor, factor))  # (..., C, r, r, H, W)
+    # Each factor goes behind the dimension that it extends.
     x = movedim(func, x, (-4, -3), (-3, -1))  # (..., C, H, r, W, r)
     x = flatten(func, x, -2)
     return flatten(func, x, -3, -2)
@@ -332,8 +436,11 @@ def pixel_unshuffle(func: Callable, input: ShardTensor, factor: int) -> ShardTen
 @rule(torch.broadcast_tensors)
 def broadcast_tensors(func: Callable, *tensors: Tensor) -> list[Tensor]:
     """All tensors in the shape that they broadcast to."""
-    shape = torch.broadcast_shapes(*map(global_shape, tensors))
-    result = []
+    shape = torch.broadcast_shapes(*map(global_shape, tensors))  # global
+    result: list[Tensor] = []
     for x in tensors:
-        result.append(expand(func, x, shape) if isinstance(x, ShardTensor) else x.expand(shape))
+        if isinstance(x, ShardTensor):
+            result.append(expand(func, x, shape))
+        else:
+            result.append(x.expand(shape))
     return result

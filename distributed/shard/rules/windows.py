@@ -21,7 +21,16 @@ from torch import Tensor
 from distributed.collectives import Group, Sizes, at_least_float32, tensor_on
 from distributed.halo import HaloExchange, Interval, bounds
 from distributed.shard.operands import scale_grad_by_replicas, sum_partial
-from distributed.shard.tensor import Rule, ShardTensor, flat, local, named, no_rule, rule, wrap
+from distributed.shard.tensor import (
+    Rule,
+    ShardTensor,
+    flat,
+    local,
+    named,
+    no_rule,
+    rule,
+    wrap,
+)
 from networks.vit import PerAxis
 
 KINDS = (
@@ -60,26 +69,39 @@ class Window(NamedTuple):
 
     def length(self, rows: int) -> int:
         """Number of outputs for a number of rows."""
-        return (rows + self.before + self.after - self.reach - 1) // self.stride + 1
+        padded = rows + self.before + self.after
+        starts = padded - self.reach  # rows at which a whole window can begin
+        return (starts - 1) // self.stride + 1
 
     def interval(self, first: int, last: int) -> Interval:
         """The rows that the outputs [first, last) read; there is at least one."""
+        last_output = last - 1
         first_row = first * self.stride - self.before
-        last_row = (last - 1) * self.stride - self.before + self.reach
-        return first_row, last_row + 1
+        start_of_last = last_output * self.stride - self.before
+        return first_row, start_of_last + self.reach + 1
 
     def output_sizes(self, sizes: Sizes, length: int) -> Sizes:
         """Number of outputs of each rank: an output belongs to the rank that holds the middle of its window.
 
         With stride 1 the sizes stay the same, even if padding is a separate operation before the convolution.
         """
-        middle = self.reach // 2 - self.before
-        return cut(sizes, length, lambda end: -((middle - end) // self.stride))
+        middle = self.reach // 2 - self.before  # of the first window
+
+        def first_output(row: int) -> int:
+            # The middle of output j is at row middle + j * stride: the smallest j that reaches the row.
+            return -((middle - row) // self.stride)
+
+        return cut(sizes, length, first_output)
 
 
-def cut(sizes: Sizes, length: int, place: Callable[..., int]) -> Sizes:
+def cut(
+    sizes: Sizes,
+    length: int,
+    place: Callable[..., int],
+) -> Sizes:
     """Sizes of `length` outputs on each rank. place(row): the first output that belongs to this row or a later one."""
     rows = sum(sizes)
+    # Each end of a rank's rows becomes an end of its outputs.
     ends = []
     for end in accumulate(sizes):
         if end == rows:
@@ -87,13 +109,16 @@ def cut(sizes: Sizes, length: int, place: Callable[..., int]) -> Sizes:
         elif end == 0:
             ends.append(0)  # ranks without rows have no outputs
         else:
-            ends.append(min(max(place(end), 0), length))
-    return tuple([end - start for start, end in pairwise([0, *ends])])
+            first_behind = max(place(end), 0)
+            ends.append(min(first_behind, length))
+    starts_and_ends = pairwise([0, *ends])
+    return tuple([end - start for start, end in starts_and_ends])
 
 
 def in_proportion(sizes: Sizes, length: int) -> Sizes:
     """Sizes of `length` outputs in proportion to the rows of each rank."""
-    return cut(sizes, length, lambda end: -(-end * length // sum(sizes)))
+    rows = sum(sizes)
+    return cut(sizes, length, lambda end: -(-end * length // rows))
 
 
 def spatial(given: Any, count: int) -> tuple[Any, ...]:
@@ -103,20 +128,27 @@ def spatial(given: Any, count: int) -> tuple[Any, ...]:
 
 
 def windows_of(
-    dims: range, kernel: PerAxis, stride: PerAxis = 1, padding: Padding = 0, dilation: PerAxis = 1
+    dims: range,
+    kernel: PerAxis,
+    stride: PerAxis = 1,
+    padding: Padding = 0,
+    dilation: PerAxis = 1,
 ) -> dict[int, Window]:
     """{dimension: its Window} for spatial dimensions. Raises ValueError for padding='same' with a stride."""
     count = len(dims)
     kernels = spatial(kernel, count)
     strides = spatial(stride, count)
     dilations = spatial(dilation, count)
-    if padding == "same" and any(s != 1 for s in strides):
+    has_stride = any(s != 1 for s in strides)
+    if padding == "same" and has_stride:
         raise ValueError("padding='same' is not supported for strided convolutions")
     pads = spatial(0 if padding in ("same", "valid") else padding, count)
+    # Padding may differ at the two ends, for 'same' with an even kernel.
     windows = {}
     for dim, k, s, d, pad in zip(dims, kernels, strides, dilations, pads, strict=True):
         window = Window(k, s, before=pad, after=pad, dilation=d)
         if padding == "same":
+            # torch pads an odd reach by one row more behind.
             half = window.reach // 2
             window = window._replace(before=half, after=window.reach - half)
         windows[dim] = window
@@ -125,7 +157,10 @@ def windows_of(
 
 def whole_length(x: Tensor, dim: int, splits: Splits) -> int:
     """Global number of rows along a dimension of the local tensor x, whether it is split or not."""
-    return sum(splits[dim][0]) if dim in splits else x.shape[dim]
+    if dim not in splits:
+        return x.shape[dim]
+    sizes, _ = splits[dim]
+    return sum(sizes)
 
 
 def output_shape(
@@ -144,9 +179,11 @@ def output_shape(
         rows = whole_length(x, dim, splits)
         shape[dim] = window.length(rows)
         if ceil_mode:
+            # Padding of less than a stride behind lets one more window begin.
             longer = window._replace(after=window.after + window.stride - 1)
             count = longer.length(rows)
-            last_begins_in_padding = (count - 1) * window.stride >= rows + window.before
+            start_of_last = (count - 1) * window.stride  # counted from the padding in front
+            last_begins_in_padding = start_of_last >= rows + window.before
             shape[dim] = count - 1 if last_begins_in_padding else count
         if shape[dim] < 1:
             padded = window.before + window.after
@@ -154,7 +191,11 @@ def output_shape(
     return shape
 
 
-def no_outputs(x: Tensor, shape: Sequence[int], *weights: Tensor | None) -> Tensor:
+def no_outputs(
+    x: Tensor,
+    shape: Sequence[int],
+    *weights: Tensor | None,
+) -> Tensor:
     """The output of a rank that computes nothing, empty or zeros; its backward pass runs too, with gradients of 0."""
     out = x.new_zeros(shape)
     for tensor in (x, *weights):
@@ -178,6 +219,7 @@ def request(
     """
     sizes, group = split
     outputs = bounds(new)  # of every rank
+    # All ranks compute all intervals, so that each knows what to send.
     intervals = []
     for first, last in outputs:
         if first < last:
@@ -231,27 +273,33 @@ def read(
         starts, ends = zip(*windows[first:last], strict=True)
         return min(starts), max(ends)
 
+    # While the rows travel, the host finds their places among those that this rank receives.
     pending, (first, last), (start, _) = request(x, dim, split, new, rows_of)
     own = windows[first:last]
-    longest = max([1, *(b - a for a, b in own)])
-    places = []  # of the rows among those that this rank receives
+    lengths = [b - a for a, b in own]
+    longest = max([1, *lengths])
+    places = []
     for a, b in own:
         for t in range(longest):
-            places.append(min(a + t, b - 1) - start)
+            row = min(a + t, b - 1)
+            places.append(row - start)
     rows = pending.rows()
     if weights is not None:
         rows = at_least_float32(rows)
-    rows = rows.index_select(dim, tensor_on(x.device, places, torch.long))  # (..., windows * longest, ...)
+    index = tensor_on(x.device, places, torch.long)
+    rows = rows.index_select(dim, index)  # (..., windows * longest, ...)
     if weights is None:
         return rows
 
     # The weighted sum of each window; a shorter window has weights of 0 at its end.
     rows = rows.unflatten(dim, (len(own), longest))  # (..., windows, longest, ...)
     factors: list[float] = []
-    for row in weights[first:last]:
-        factors += [*row, *[0.0] * (longest - len(row))]
-    dims_behind = x.ndim - 1 - dim
-    factor = tensor_on(x.device, factors, rows.dtype).view(-1, longest, *[1] * dims_behind)
+    for of_window in weights[first:last]:
+        zeros = [0.0] * (longest - len(of_window))
+        factors += [*of_window, *zeros]
+    ones_behind = [1] * (x.ndim - 1 - dim)
+    factor = tensor_on(x.device, factors, rows.dtype)
+    factor = factor.view(-1, longest, *ones_behind)  # (windows, longest, 1, ...)
     return (rows * factor).sum(dim + 1)
 
 
@@ -270,8 +318,13 @@ def images(x: ShardTensor, func: Callable) -> range:
     return range(ndim - count, ndim)
 
 
-def resulting(x: ShardTensor, y: Tensor, sizes: Mapping[int, Sizes]) -> ShardTensor:
+def resulting(
+    x: ShardTensor,
+    y: Tensor,
+    sizes: Mapping[int, Sizes],
+) -> ShardTensor:
     """The local output y as a ShardTensor that is split as x. sizes: {dimension: those of all ranks}, where new."""
+    # A function may change the sizes of dimensions that it does not split.
     new: dict[int, int | Sizes] = {}
     for dim, n in enumerate(y.shape):
         if dim in sizes:
@@ -292,14 +345,15 @@ def spatially(
 
     Raises no_rule for weights that are ShardTensors, and for split channels where func mixes them.
     """
-    split_weights = any(isinstance(a, ShardTensor) for a in flat(args, kwargs))
-    if split_weights or not isinstance(input, ShardTensor):
+    has_split_weights = any(isinstance(a, ShardTensor) for a in flat(args, kwargs))
+    if has_split_weights or not isinstance(input, ShardTensor):
         raise no_rule(func, (input, *args), kwargs, "the weights of a layer are plain tensors")
     x = sum_partial(input)
     dims = images(x, func)
     part = local(x)
     channels = dims[0] - 1
-    if func in CONVOLUTIONS and x.spec.is_split(channels):
+    mixes_channels = func in CONVOLUTIONS
+    if mixes_channels and x.spec.is_split(channels):
         raise no_rule(func, (x,), {}, "channels are split")
     args = tuple([scale_grad_by_replicas(a, x.spec) for a in args])
     kwargs = {name: scale_grad_by_replicas(a, x.spec) for name, a in kwargs.items()}

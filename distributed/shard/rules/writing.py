@@ -22,14 +22,21 @@ from utils.torch_private import storage_id
 
 
 @rule(Tensor.__setitem__)
-def setitem(func: Callable, x: Tensor, index: Any, value: Any) -> None:
+def setitem(
+    func: Callable,
+    x: Tensor,
+    index: Any,
+    value: Any,
+) -> None:
     """Assign to slices, rows, masks and tensors of indices; every rank writes its part of the value."""
     if not isinstance(x, ShardTensor) and isinstance(value, ShardTensor):
         value = sum_partial(value)
         if is_for_all(value.spec, (x, value)):
             x[index] = local(value)
             return
-        adopt(func, x, _spec_of_target(func, x, index, value.spec))
+        # The plain target becomes a ShardTensor itself, split in such a way that the value needs no exchange.
+        target_spec = _spec_of_target(func, x, index, value.spec)
+        adopt(func, x, target_spec)
     if not isinstance(x, ShardTensor) or x.spec.partial:
         raise no_rule(func, (x, value), {}, "into a plain or a partial tensor")
 
@@ -39,19 +46,28 @@ def setitem(func: Callable, x: Tensor, index: Any, value: Any) -> None:
         dispatch(Tensor.masked_fill_, x, mask, value)
         return
     items = _as_items(index)
-    if any(_is_of_places(item) for item in items):
+    has_places = any(_is_of_places(item) for item in items)
+    if has_places:
         _write_places(func, x, items, value)
         return
     _write_slices(func, x, index, value)
 
 
-def _write_slices(func: Callable, x: ShardTensor, index: Any, value: Any) -> None:
+def _write_slices(
+    func: Callable,
+    x: ShardTensor,
+    index: Any,
+    value: Any,
+) -> None:
     """Assign to what slices and numbers select."""
-    spec, local_index = locate(func, x, index_items(func, x, index))
+    items = index_items(func, x, index)
+    spec, local_index = locate(func, x, items)  # spec: of x[index]
     if isinstance(value, Tensor):
+        value = sum_partial(value)
+        value = _without_leading_ones(value, len(spec.dims))
         # A row of a split dimension is a partial tensor: only its owner uses its copy of the value.
-        value = _without_leading_ones(sum_partial(value), len(spec.dims))
         value = local_operand(value, gradient_spec(spec), spec)
+    # A rank that holds none of the rows still takes part in the backward pass of the value.
     if local_index is None:
         take_part(x, [value])
     elif not _is_in_place(x, local_index, value):
@@ -65,20 +81,24 @@ def _is_in_place(x: Tensor, index: tuple, value: Any) -> bool:
     if not isinstance(value, Tensor) or has_tensors:
         return False
     target = x[index]
-    if storage_id(target) != storage_id(value) or target.storage_offset() != value.storage_offset():
+    same_storage = storage_id(target) == storage_id(value)
+    same_start = target.storage_offset() == value.storage_offset()
+    if not same_storage or not same_start:
         return False
     return _steps(target) == _steps(value)
 
 
 def _steps(x: Tensor) -> list[tuple[int, int]]:
     """Size and stride of each dimension of several elements."""
-    return [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+    dims = zip(x.shape, x.stride(), strict=True)
+    return [(size, stride) for size, stride in dims if size > 1]
 
 
 def _without_leading_ones(value: Tensor, most: int) -> Tensor:
     """The value without dimensions of size 1 in front, which assignment ignores. most: dimensions that are left."""
     while value.dim() > most and global_shape(value)[0] == 1:
-        value = getitem(Tensor.__getitem__, value, 0) if isinstance(value, ShardTensor) else value[0]
+        is_split = isinstance(value, ShardTensor)
+        value = getitem(Tensor.__getitem__, value, 0) if is_split else value[0]
     return value
 
 
@@ -87,6 +107,7 @@ def _without_leading_ones(value: Tensor, most: int) -> Tensor:
 
 def _as_items(index: Any) -> list[Any]:
     """The items of an index: lists and arrays as tensors, a single number as int."""
+    # torch takes lists, ranges and arrays for tensors of indices.
     items = list(index) if isinstance(index, tuple) else [index]
     for number, item in enumerate(items):
         if isinstance(item, range):
@@ -103,34 +124,37 @@ def _is_of_places(item: Any) -> bool:
     return isinstance(item, Tensor) and item.dim() > 0
 
 
-def _write_places(func: Callable, x: ShardTensor, items: list[Any], value: Any) -> None:
+def _write_places(
+    func: Callable,
+    x: ShardTensor,
+    items: list[Any],
+    value: Any,
+) -> None:
     """Assign to places that masks and tensors of indices select, in dimensions that lie side by side.
 
     The places become one mask over these dimensions, the same on every rank, of which each rank takes its part.
     """
     items = _without_ellipsis(items, x.dim())
-    # Numbers are indices too where there are tensors of them.
-    chosen = [number for number, item in enumerate(items) if _is_of_places(item) or isinstance(item, int)]
-    are_adjacent = chosen[-1] - chosen[0] + 1 == len(chosen)
-    if not are_adjacent:
-        raise no_rule(func, (x,), {}, "masks and tensors of indices that do not lie side by side")
+    chosen = _selecting_items(func, x, items)
+    first = chosen[0]
 
-    # The tensor after the slices alone, a view: (before, places, after).
+    # The slices alone give a view of the tensor: (before, places, after).
     basic: list[Any] = []
     for number, item in enumerate(items):
         if number in chosen:
-            basic += [slice(None)] * dims_taken(item)
+            every_row = slice(None)
+            basic += [every_row] * dims_taken(item)
         else:
             basic.append(item)
     view = getitem(func, x, tuple(basic))
-    first = chosen[0]
     selectors = [items[number] for number in chosen]
-    count = sum(dims_taken(item) for item in selectors)
+    count = sum(map(dims_taken, selectors))
     after = view.dim() - first - count
     place_shape = view.spec.shape[first : first + count]
-    ones = [1] * after  # for a mask to broadcast over the dimensions behind it
+    ones = [1] * after  # a mask broadcasts over the dimensions behind it
 
-    if any(isinstance(item, ShardTensor) for item in selectors):
+    has_split_mask = any(isinstance(item, ShardTensor) for item in selectors)
+    if has_split_mask:
         _write_split_mask(func, view, selectors, after, value)
         return
     is_one_number = not isinstance(value, Tensor) or value.dim() == 0
@@ -138,29 +162,50 @@ def _write_places(func: Callable, x: ShardTensor, items: list[Any], value: Any) 
     if is_one_number and is_mask and selectors[0].shape == place_shape:
         # The host need not know which places these are, for which it would wait for the device.
         mask = selectors[0].to(x.device)
-        dispatch(Tensor.masked_fill_, view, mask.reshape(*mask.shape, *ones), value)
+        over_after = mask.reshape(*mask.shape, *ones)
+        dispatch(Tensor.masked_fill_, view, over_after, value)
         check_writable(x)
         return
+
+    # In general the indices become a mask over the places, and a value for each of them.
     mask, order, shape = _mask_of_places(selectors, place_shape, x.device)
-    over_after = mask.reshape(*mask.shape, *ones)
+    over_after = mask.reshape(*mask.shape, *ones)  # (*places, 1, ...)
     if is_one_number:
         dispatch(Tensor.masked_fill_, view, over_after, value)
     else:
         most = first + len(shape) + after
-        spread = _spread(_without_leading_ones(value, most), order, shape, after)
-        dispatch(Tensor.copy_, view, dispatch(torch.where, over_after, spread, view))
+        value = _without_leading_ones(value, most)
+        spread = _spread(value, order, shape, after)  # (before, *places, after)
+        changed = dispatch(torch.where, over_after, spread, view)
+        dispatch(Tensor.copy_, view, changed)
     check_writable(x)
+
+
+def _selecting_items(func: Callable, x: ShardTensor, items: list[Any]) -> list[int]:
+    """The numbers of the items that select places: masks and tensors of indices, which must lie side by side."""
+    chosen = []
+    for number, item in enumerate(items):
+        # Numbers are indices too where there are tensors of them.
+        if _is_of_places(item) or isinstance(item, int):
+            chosen.append(number)
+    distance = chosen[-1] - chosen[0]
+    are_adjacent = distance + 1 == len(chosen)
+    if not are_adjacent:
+        raise no_rule(func, (x,), {}, "masks and tensors of indices that do not lie side by side")
+    return chosen
 
 
 def _without_ellipsis(items: list[Any], dims: int) -> list[Any]:
     """The items, with a slice for each dimension that no item stands for."""
-    taken = sum(dims_taken(item) for item in items if item is not Ellipsis)
-    missing = dims - taken
+    taken = [dims_taken(item) for item in items if item is not Ellipsis]
+    missing = dims - sum(taken)
     if missing < 0:
         raise IndexError(f"too many indices for tensor of dimension {dims}")
+    # Slices of all rows stand in the place of an Ellipsis, or at the end.
     places = [number for number, item in enumerate(items) if item is Ellipsis]
     at = places[0] if places else len(items)
-    return [*items[:at], *[slice(None)] * missing, *items[at + 1 :]]
+    slices = [slice(None)] * missing
+    return [*items[:at], *slices, *items[at + 1 :]]
 
 
 def _mask_of_places(
@@ -173,39 +218,55 @@ def _mask_of_places(
     mask: which places are written. order: which of the values, in the order of the indices, goes to each place; both
     have the shape of the dimensions.
     """
+    # A tensor of indices for each dimension; a mask stands for as many as it has dimensions.
     indices: list[Tensor] = []
     for selector in selectors:
         if not isinstance(selector, Tensor):
             indices.append(torch.tensor(selector, device=device))
         elif selector.dtype in (torch.bool, torch.uint8):
-            wanted = tuple(shape[len(indices) : len(indices) + selector.dim()])
+            first = len(indices)
+            wanted = tuple(shape[first : first + selector.dim()])
             if tuple(selector.shape) != wanted:
                 raise IndexError(f"a mask of {tuple(selector.shape)} does not fit dimensions of {wanted}")
-            indices.extend(selector.to(device).bool().nonzero(as_tuple=True))
+            mask = selector.to(device).bool()
+            indices.extend(mask.nonzero(as_tuple=True))
         else:
             indices.append(selector.to(device))
     for size, index in zip(shape, indices, strict=True):
-        if ((index < -size) | (index >= size)).any():
+        is_outside = (index < -size) | (index >= size)
+        if is_outside.any():
             raise IndexError(f"an index is out of bounds for a dimension of size {size}")
 
-    # Numbers of the places in row-major order.
+    # Each place has a number, in row-major order of the dimensions.
     strides = [math.prod(shape[number + 1 :]) for number in range(len(shape))]
     numbers = torch.zeros((), dtype=torch.long, device=device)
     for index, size, stride in zip(indices, shape, strides, strict=True):
-        numbers = numbers + (index.long() % size) * stride
-    mask = torch.zeros(math.prod(shape), dtype=torch.bool, device=device)
-    order = torch.zeros(math.prod(shape), dtype=torch.long, device=device)
-    mask[numbers.reshape(-1)] = True
-    order[numbers.reshape(-1)] = torch.arange(numbers.numel(), device=device)
+        row = index.long() % size  # negative indices count from the end
+        numbers = numbers + row * stride  # the indices broadcast against each other
+
+    # The mask and the order are written flat, (places,), and then take the shape of the dimensions.
+    count = math.prod(shape)
+    written = numbers.reshape(-1)
+    mask = torch.zeros(count, dtype=torch.bool, device=device)
+    mask[written] = True
+    order = torch.zeros(count, dtype=torch.long, device=device)
+    order[written] = torch.arange(numbers.numel(), device=device)
     return mask.view(*shape), order.view(*shape), numbers.shape
 
 
 def _call(func: Callable, x: Tensor, *args: Any) -> Tensor:
     """A function of a ShardTensor, by its rule, or of a plain tensor."""
-    return dispatch(func, x, *args) if isinstance(x, ShardTensor) else func(x, *args)
+    if isinstance(x, ShardTensor):
+        return dispatch(func, x, *args)
+    return func(x, *args)
 
 
-def _spread(value: Tensor, order: Tensor, shape: Sequence[int], after: int) -> Tensor:
+def _spread(
+    value: Tensor,
+    order: Tensor,
+    shape: Sequence[int],
+    after: int,
+) -> Tensor:
     """The value of each place, (before, *places, after), of values (before, *shape, after) or what broadcasts to it."""
     count = len(shape)
     while value.dim() < count + after:
@@ -213,13 +274,19 @@ def _spread(value: Tensor, order: Tensor, shape: Sequence[int], after: int) -> T
     first = value.dim() - count - after
     sizes = global_shape(value)
     before = sizes[:first]
+    of_values = sizes[first : first + count]
     behind = sizes[first + count :]
-    if all(size == 1 for size in sizes[first : first + count]):  # one value for all places
-        return _call(torch.reshape, value, (*before, *[1] * order.dim(), *behind))
-    wanted = [-1] * first + list(shape) + [-1] * after
-    every = _call(Tensor.expand, value, wanted)
+    is_one_value = all(size == 1 for size in of_values)
+    if is_one_value:  # it broadcasts over all places
+        ones = [1] * order.dim()
+        return _call(torch.reshape, value, (*before, *ones, *behind))
+
+    # The values in a row, of which each place takes the one with its number in `order`.
+    unchanged_before = [-1] * first
+    unchanged_after = [-1] * after
+    every = _call(Tensor.expand, value, [*unchanged_before, *shape, *unchanged_after])
     in_order = _call(torch.reshape, every, (*before, math.prod(shape), *behind))
-    spread = _call(torch.index_select, in_order, first, order.reshape(-1))
+    spread = _call(torch.index_select, in_order, first, order.reshape(-1))  # (before, places, after)
     return _call(torch.reshape, spread, (*before, *order.shape, *behind))
 
 
@@ -231,29 +298,46 @@ def _write_split_mask(
     value: Any,
 ) -> None:
     """Assign one value to the places of a mask that is split itself: x[x > 1] = 0."""
+    # The value broadcasts over the dimensions behind those of the mask.
     mask = selectors[0]
     is_one_value = not isinstance(value, Tensor) or value.dim() <= after
-    if len(selectors) > 1 or mask.dtype != torch.bool or not is_one_value:
+    is_one_mask = len(selectors) == 1 and mask.dtype == torch.bool
+    if not is_one_mask or not is_one_value:
         raise no_rule(func, (view, mask), {}, "many values by a mask that is a ShardTensor")
-    over_after = dispatch(torch.reshape, mask, (*global_shape(mask), *[1] * after)) if after else mask
-    if isinstance(value, Tensor) and value.dim():
-        dispatch(Tensor.copy_, view, dispatch(torch.where, over_after, value, view))
+    over_after = mask
+    if after:
+        ones = [1] * after
+        over_after = dispatch(torch.reshape, mask, (*global_shape(mask), *ones))
+    has_dims = isinstance(value, Tensor) and value.dim()
+    if has_dims:
+        changed = dispatch(torch.where, over_after, value, view)
+        dispatch(Tensor.copy_, view, changed)
     else:
         dispatch(Tensor.masked_fill_, view, over_after, value)
 
 
-def _spec_of_target(func: Callable, x: Tensor, index: Any, value: Spec) -> Spec:
+def _spec_of_target(
+    func: Callable,
+    x: Tensor,
+    index: Any,
+    value: Spec,
+) -> Spec:
     """The spec of a plain tensor of which x[index] is to hold a tensor with the spec `value`: split in the same way."""
     target = value.with_dims(map(unsplit_axes, x.shape), ())
-    items = [item for item in index_items(func, wrap(x.detach(), target), index) if item is not None]
+    whole = wrap(x.detach(), target)
+    items = [item for item in index_items(func, whole, index) if item is not None]
     if any(isinstance(item, Tensor) for item in items):
-        raise no_rule(func, (wrap(x.detach(), target),), {}, "into a plain tensor, by a tensor of indices")
+        raise no_rule(func, (whole,), {}, "into a plain tensor, by a tensor of indices")
+
+    # The dimensions that slices leave take the splits of the value's, counted from the last one as in broadcasting.
     dims = list(target.dims)
     left = [dim for dim, item in enumerate(items) if isinstance(item, slice)]
     for dim, axes in zip(left[::-1], value.dims[::-1], strict=False):
         if not mesh_dims_of(axes):
             continue
-        size = math.prod([axis.size for axis in axes])
+        sizes = [axis.size for axis in axes]
+        size = math.prod(sizes)
+        # Where the value fills the dimension, each rank writes what it holds; otherwise the pieces are even.
         if size == x.shape[dim]:
             dims[dim] = axes
         elif len(axes) == 1:
