@@ -91,11 +91,12 @@ def measure_case(
         else:
             trace = observe_step(built.step, built.x, built.y, curve)
         memory = {name: trace.held.get(name) for name in MEMORY}
-        memory["peak"] = peak or trace.memory["peak"]
+        most = peak or trace.memory["peak"]
+        memory["peak"] = most
         if case.config.tp_backend == "dtensor":  # a saved DTensor has the size of the whole, not of its part
             memory["activations"] = None
-        if limit and memory["peak"] > limit:
-            raise MemoryError(f"{memory['peak']:.0f} bytes of tensors: the limit is {limit:.0f}")
+        if limit and most > limit:
+            raise MemoryError(f"{most:.0f} bytes of tensors: the limit is {limit:.0f}")
         figures |= {"memory": memory, "messages": trace.messages, "curve": thinned(curve)}
     del built
     empty_cache(rank.device)
