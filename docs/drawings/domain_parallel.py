@@ -39,8 +39,10 @@ def tiles() -> Drawing:
     d.words(170, 24, "2 x 2 tiles", "middle", bold=True)
     for row in range(2):
         for column in range(2):
-            k = 2 * row + column
-            d.box(50 + column * 120, 50 + row * 100, 120, 100, f"rank {k}", RANKS[k])
+            rank = 2 * row + column
+            x = 50 + column * 120
+            y = 50 + row * 100
+            d.box(x, y, 120, 100, f"rank {rank}", RANKS[rank])
     d.arrow((44, 268), (296, 268), both=True)
     d.words(170, 282, "longitude: the first and the last column are neighbours", "middle", 12)
     d.words(490, 24, "what rank 0 computes on", "middle", bold=True)
