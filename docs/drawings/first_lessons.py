@@ -8,6 +8,7 @@ from docs.drawings.canvas import RANKS, Drawing
 def image_to_tokens() -> Drawing:
     """The way of an image through the model."""
     d = Drawing(800, 330, "An image becomes patches, tokens, passes the blocks, and becomes an image again")
+    # The image is cut into patches, and each patch becomes a token. Two tokens of a row of patches are shown.
     _patches(d, 20, columns=4)
     d.words(72, 24, "image: C x H x W", "middle", 13, bold=True)
     d.words(72, 162, "patches of\np x p points", "middle", 12)
@@ -17,6 +18,8 @@ def image_to_tokens() -> Drawing:
         d.box(200, y, 90, 14, "", RANKS[token // 2])
     d.words(245, 24, "tokens: N x D", "middle", 13, bold=True)
     d.words(245, 170, "one row a patch,\nD features each", "middle", 12)
+
+    # A block has two halves, each with a sum around it.
     d.arrow((298, 92), (338, 92))
     d.box(345, 36, 300, 116, "")
     d.words(495, 24, "a block, several times", "middle", 13, bold=True)
@@ -36,6 +39,8 @@ def image_to_tokens() -> Drawing:
     _layers(d, 100, mlp)
     d.words(598, 66, "mixes\ntokens", "start", 11)
     d.words(598, 120, "mixes\nfeatures", "start", 11)
+
+    # The head turns tokens into patches of the next image.
     d.arrow((652, 92), (694, 92), words="head")
     _patches(d, 702, columns=3)
     d.words(741, 24, "image", "middle", 13, bold=True)

@@ -65,11 +65,13 @@ def step_time() -> Drawing:
     ]
     waits: Span = (0, 70, "read", "wait")
     first_step = [waits, *work]
+    # Without: two whole steps, each of which waits while its batch is read.
     d.row(120, 40, "device", [*first_step, *_later(first_step, 280)])
     read: Span = (0, 70, "read", "b")
     d.row(120, 72, "reader", [read, *_later([read], 280)])
 
     d.words(20, 130, "With reading ahead: the next batch is read while this one is used", bold=True)
+    # With: only the first batch is waited for.
     d.row(120, 150, "device", [waits, *work, *_later(work, 210)])
     reads = [(90 * k, 70, f"read {k + 1}", "b") for k in range(5)]
     d.row(120, 182, "reader", reads)

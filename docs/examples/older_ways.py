@@ -41,12 +41,14 @@ def whole_model_on_every_gpu(model: nn.Module, x: Tensor, expected: Tensor) -> N
     """
     count = torch.cuda.device_count()
     if count:
+        how = f"over {count} GPU(s)"
         found = nn.DataParallel(model.cuda())(x.cuda()).detach().cpu()
         model.cpu()
     else:
+        how = "finds no GPU and calls the model as it is"
         found = nn.DataParallel(model)(x).detach()
-    how = f"over {count} GPU(s)" if count else "finds no GPU and calls the model as it is"
-    print(f"DataParallel {how}: same output {torch.allclose(found, expected, atol=1e-3)}")
+    same = torch.allclose(found, expected, atol=1e-3)
+    print(f"DataParallel {how}: same output {same}")
 
 
 def layers_placed_by_hand(model: ViT, x: Tensor, expected: Tensor, devices: Sequence[torch.device]) -> None:

@@ -14,17 +14,22 @@ def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
     """Check `average_gradients`: means, buckets, a parameter without a gradient. Raises Wrong."""
     for _ in range(3):
         shapes = []
-        for _ in range(draw.integer(8, 14)):
+        number = draw.integer(8, 14)
+        for _ in range(number):
             dims = draw.integer(1, 3)
             shapes.append(tuple(draw.integer(1, 6) for _ in range(dims)))
-        frozen = draw.integer(0, len(shapes) - 2)
-        limit = 4 * draw.integer(30, 90)
-        shapes[-2] = (limit // 4 + draw.integer(1, 9),)  # larger than a bucket
-        if frozen == len(shapes) - 2:
+        # One parameter has no gradient, and one gradient is larger than a bucket.
+        large = number - 2
+        frozen = draw.integer(0, large)
+        if frozen == large:
             frozen = 0
+        numbers_of_bucket = draw.integer(30, 90)
+        limit = 4 * numbers_of_bucket
+        shapes[large] = (numbers_of_bucket + draw.integer(1, 9),)
         grads = []  # of each rank, a list of all parameters
         for r in range(size):
-            grads.append([draw.of(r).of(i).tensor(*shape) for i, shape in enumerate(shapes)])
+            of_rank = draw.of(r)
+            grads.append([of_rank.of(i).tensor(*shape) for i, shape in enumerate(shapes)])
         draw.tensor(1)
 
         parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
@@ -34,9 +39,10 @@ def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
             exercise.average_gradients(parameters, limit)
 
         expect(parameters[frozen].grad is None, "a parameter without a gradient has got one")
-        trained = [i for i in range(len(shapes)) if i != frozen]
+        trained = [i for i in range(number) if i != frozen]
         for i in trained:
-            compare(parameters[i].grad, i, [of_rank[i] for of_rank in grads], rank)
+            parts = [of_rank[i] for of_rank in grads]
+            compare(parameters[i].grad, i, parts, rank)
         last_to_first = [grads[rank][i] for i in reversed(trained)]
         compare_messages(record, last_to_first, limit, size)
 

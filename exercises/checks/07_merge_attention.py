@@ -53,7 +53,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tenso
 def compare(exercise: ModuleType, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, parts: int, where: str) -> None:
     """Merge keys in so many blocks, one after the other. where: the case in words, for the message."""
     blocks = []
-    for k_part, v_part, mask_part in zip(k.chunk(parts, 1), v.chunk(parts, 1), mask.chunk(parts, 1), strict=True):
+    tensors = (k.chunk(parts, 1), v.chunk(parts, 1), mask.chunk(parts, 1))
+    for k_part, v_part, mask_part in zip(*tensors, strict=True):
         blocks.append(attend(q, k_part, v_part, mask_part))
     out, lse = blocks[0]
     for number, (block_out, block_lse) in enumerate(blocks[1:], 2):

@@ -37,11 +37,13 @@ def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
         expect(same(out, whole[:, rows]), "the convolution of the extended band is not that of the image")
 
         # Backward, and what the gradient would be without any message.
-        (out * weights[:, rows]).sum().backward()
+        own_weights = weights[:, rows]
+        (out * own_weights).sum().backward()
         again = F.conv2d(extended, kernel, padding=(0, 1))
-        (local,) = torch.autograd.grad((again * weights[:, rows]).sum(), extended)
+        (local,) = torch.autograd.grad((again * own_weights).sum(), extended)
         compare_gradient(band.grad, image_grad[:, rows], local, r)
-        expect(torch.equal(band.detach(), image.detach()[:, rows]), "the band itself was changed")
+        own_rows = image.detach()[:, rows]
+        expect(torch.equal(band.detach(), own_rows), "the band itself was changed")
 
 
 def compare_rows(got: Tensor, padded: Tensor, first: int, r: int) -> None:

@@ -35,13 +35,13 @@ def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
 
         everything = communication + compute
         (longest, *_) = max(everything, key=length)
-        hints = {
-            "it took longest in all its calls together, one of another was longer": first_of(total_time(everything))
-        }
+        most = first_of(total_time(everything))
+        hints = {"it took longest in all its calls together, one of another was longer": most}
         compare("the longest kernel", exercise.longest_kernel(*seen), longest, hints)
 
         exposed = exposed_time(communication, compute)
-        hints = {"it takes most time, but part of it is hidden": first_of(total_time(communication))}
+        most = first_of(total_time(communication))
+        hints = {"it takes most time, but part of it is hidden": most}
         compare("the most exposed collective", exercise.most_exposed(*seen), first_of(exposed), hints)
 
         share = exposed.total() / total_time(communication).total()

@@ -20,9 +20,18 @@ from utils.torch_private import group_named
 
 # Of an operator's name, without underscores and without the i of isend, one of these is the beginning.
 KINDS = (
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send",
-    "recv", "barrier",
-)  # fmt: skip
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "barrier",
+)
 INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "tensor", "tensors", "input_list")
 
 

@@ -40,9 +40,20 @@ MOST, MOST_OF_DDP = 4, 16  # deepest stages that are traced in full; how DDP cut
 
 # Dimensions of the mesh and combined ones. A group that lies along several is named after the first.
 GROUPS = (
-    "tp", "cp", "pp", "domain", "domain_lat", "domain_lon", "dp", "dp_shard", "dp_replicate", "image", "grad_reduce",
-    "dp_shard_image", "tp_pp",
-)  # fmt: skip
+    "tp",
+    "cp",
+    "pp",
+    "domain",
+    "domain_lat",
+    "domain_lon",
+    "dp",
+    "dp_shard",
+    "dp_replicate",
+    "image",
+    "grad_reduce",
+    "dp_shard_image",
+    "tp_pp",
+)
 
 STATES = "parameters", "gradients", "optimizer"  # what ZeRO shares out, and cpu_offload keeps in host memory
 HELD = *STATES, "activations"
