@@ -93,10 +93,15 @@ def main(pairs: int, folder: Path) -> None:
     prediction = step.task.predict(step.parallel, *batch)
     step.loss(prediction, batch[1]).backward()
     parts["a norm"] = cpu_seconds(step.parallel.squared_norm, TIMES) / STEPS
+    print_parts(parts, whole)
+    loggers.close()
+
+
+def print_parts(parts: dict[str, float], whole: float) -> None:
+    """Print the seconds of each part and their share of a step. whole: seconds of a step."""
     for name, seconds in parts.items():
         print(f"{name}: {seconds * 1e6:.0f} us of a step of {whole * 1e3:.0f} ms")
     print(f"together: {sum(parts.values()) / whole:.2%}")
-    loggers.close()
 
 
 if __name__ == "__main__":
