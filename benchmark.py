@@ -28,12 +28,17 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     options, words = build_parser().parse_known_args(sys.argv[1:] if argv is None else argv)
     if read_launch().world_size > 1 and vars(options).get("only") is None:
         raise UsageError("benchmark.py starts its ranks itself: start it with plain python, in one process")
-    given = vars(options)  # named as the arguments of the function that runs the command
-    run, write_png, png = given.pop("run"), given.pop("write_png"), given.pop("png", None)
+
+    # What is left of the options are the arguments of the function that runs the command, by their names.
+    given = vars(options)
+    run = given.pop("run")
+    write_png = given.pop("write_png")
+    png = given.pop("png", None)
     memory_png = given.pop("memory_png", None)
     if memory_png and given["inference"]:
         raise UsageError("--memory_png goes without --inference: it draws a training step")
-    path = given["json"] if given.pop("writes_json") else given.pop("json")
+    writes_json = given.pop("writes_json")
+    path = given["json"] if writes_json else given.pop("json")
     figures = run(words, **given)
     if path:
         write_json(path, figures)
@@ -63,13 +68,15 @@ def build_parser() -> ArgumentParser:
         return added.add_argument
 
     option = command("ladder", ladder, "the steps of rung 1")
-    option("--workers", type=int_in_range(0, 256), default=2, help="data workers of the steps after the first")
+    workers = int_in_range(0, 256)
+    option("--workers", type=workers, default=2, help="data workers of the steps after the first")
     option("--steps", type=MANY, default=10, help="timed iterations of each turn (%(default)s)")
+    milliseconds = float_in_range(0, 10_000)
     text = "milliseconds added to the reading of each sample; measures reading ahead alone"
-    option("--read_delay_ms", type=float_in_range(0, 10_000), default=0.0, metavar="X", help=text)
+    option("--read_delay_ms", type=milliseconds, default=0.0, metavar="X", help=text)
 
     option = command("data", loaders, "data loaders alone")
-    option("--workers", type=int_in_range(0, 256), default=2, help="data workers of each loader (%(default)s)")
+    option("--workers", type=workers, default=2, help="data workers of each loader (%(default)s)")
     option("--frames", type=MANY, default=24, help="frames of the data to copy and read (%(default)s)")
     option("--batches", type=MANY, default=12, help="timed batches of each turn (%(default)s)")
 
@@ -79,17 +86,18 @@ def build_parser() -> ArgumentParser:
     option("--layouts", nargs="+", default=[], metavar="NAME[,KEY=VALUE...]", help=text)
     text = "numbers of ranks (dp), embedding sizes (mp), points along each side of an image (domain)"
     option("--sizes", type=MANY, nargs="+", default=[], metavar="N", help=text)
-    option("--memory_limit_gib", type=float_in_range(1e-6, 1e6), metavar="X", help="memory a rank may use (all)")
+    gib = float_in_range(1e-6, 1e6)
+    option("--memory_limit_gib", type=gib, metavar="X", help="memory a rank may use (all)")
     option("--steps", type=MANY, default=3, help="timed steps of each turn (%(default)s)")
-    option(
-        "--memory_png", metavar="FILE", help="write a picture: memory through a training step, a line for each layout"
-    )
+    text = "write a picture: memory through a training step, a line for each layout"
+    option("--memory_png", metavar="FILE", help=text)
     option("--inference", action="store_true", help="forward passes without gradients: latency and memory")
 
     option = command("scaling", scaling, "real training runs", rounds=False)
     option("--study", default="quick", metavar="NAME", help="named study (%(default)s)")
     option("--study_file", default="config/scaling.yaml", metavar="FILE", help="default: %(default)s")
-    option("--only", type=int_in_range(0, 100_000), metavar="N", help="in a job: make the run of this number")
+    number = int_in_range(0, 100_000)
+    option("--only", type=number, metavar="N", help="in a job: make the run of this number")
     option("--list", dest="list_runs", action="store_true", help="print the runs, and jobs for Slurm")
     option("--report_only", action="store_true", help="make no run")
 

@@ -31,27 +31,34 @@ def main(argv: list[str] | None = None) -> None:
     """Forecast with the options of a command line, by default that of this process."""
     options, words = parse(sys.argv[1:] if argv is None else argv)
     launch = read_launch()
-    config = run_config(options.run_folder, words, launch.world_size, SCRIPTS["train_shard.py"].splits)
+    splits = SCRIPTS["train_shard.py"].splits
+    config = run_config(options.run_folder, words, launch.world_size, splits)
     layout = config.layout(launch.world_size, launch.ranks_per_node)
     device = comm.init(config.device, config.comm_timeout)
     comm.build_mesh(device, layout)
 
-    frames = comm.raise_on_all_ranks(lambda: DatedFrames(getattr(config, DATA[options.split]), config, device))
+    # What to forecast. A rank that finds a mistake tells the others, so that all of them end.
+    data = getattr(config, DATA[options.split])
+    frames = comm.raise_on_all_ranks(lambda: DatedFrames(data, config, device))
     leads = comm.raise_on_all_ranks(lambda: lead_times(config, frames.interval, options.lead_hours))
-    starts = comm.raise_on_all_ranks(lambda: choose_starts(frames, leads, options.dates or options.starts))
+    wanted = options.dates or options.starts
+    starts = comm.raise_on_all_ranks(lambda: choose_starts(frames, leads, wanted))
     others = comm.on_main(lambda: {run: read_skill(run, starts, leads) for run in options.compare})
     names = frames.dataset.description.names[: config.n_out_channels]
     channel = comm.raise_on_all_ranks(lambda: shown_channel(names, options.channel))
+
+    # The checkpoint, and whether it has seen these frames.
     checkpoint, marker = comm.on_main(lambda: find(options.run_folder, options.checkpoint))
     check_origin(config, checkpoint, marker)
     record = marker["trainer"].get("data", {})
-    notes = comm.raise_on_all_ranks(lambda: frames.check(record, checkpoint, options.split == "train"))
-
+    is_training_data = options.split == "train"
+    notes = comm.raise_on_all_ranks(lambda: frames.check(record, checkpoint, is_training_data))
     parallel = build_parallel(config, device, weights=())
     comm.raise_on_all_ranks(lambda: load_weights_into(parallel, checkpoint))
+
+    # The forecasts. The folder is emptied only now that nothing is left that could be refused.
     out = options.out or f"{options.run_folder}/forecast"
     comm.on_main(lambda: prepare_folder(out))
-
     if comm.is_main():
         print(*notes, sep="\n")
     began = time.perf_counter()
@@ -59,14 +66,17 @@ def main(argv: list[str] | None = None) -> None:
     files = None if options.skill_only else out
     result = roll_out(parallel, frames, starts, leads, config, channel, files, about, options.layout)
     if comm.is_main():
-        print(f"{len(starts)} forecasts of {leads[-1]} hours in {time.perf_counter() - began:.1f} s, from {checkpoint}")
+        seconds = time.perf_counter() - began
+        print(f"{len(starts)} forecasts of {leads[-1]} hours in {seconds:.1f} s, from {checkpoint}")
         write_report(result, out, about, not options.skill_only, others)
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Split the words into this program's own options and the remaining words, which override the config."""
     parser = ArgumentParser(
-        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     option = parser.add_argument
     # Each has a second name, because torchrun reads --run and --start as abbreviations of its own options.
@@ -74,12 +84,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     option("--checkpoint", default="best", metavar="NAME", help="best, newest or iter-... (%(default)s)")
     option("--split", choices=DATA, default="test", help="initial states and truth (%(default)s)")
     option("--dates", "--start", nargs="+", metavar="DATE", help="start dates (UTC), like 1985-02-01T06")
-    option(
-        "--starts", type=int_in_range(0, 10**6), default=8, metavar="N", help="start dates, spread evenly (%(default)s)"
-    )
-    option(
-        "--lead_hours", type=int_in_range(1, 10**6), default=120, metavar="N", help="length of a forecast (%(default)s)"
-    )
+    number = int_in_range(0, 10**6)
+    option("--starts", type=number, default=8, metavar="N", help="start dates, spread evenly (%(default)s)")
+    hours = int_in_range(1, 10**6)
+    option("--lead_hours", type=hours, default=120, metavar="N", help="length of a forecast (%(default)s)")
     option("--channel", metavar="NAME", help="channel of the maps and the animation (z500)")
     option("--out", metavar="FOLDER", help="folder of the results (<run>/forecast)")
     option("--layout", choices=LAYOUTS, default="cf", help="of the forecasts' files (%(default)s)")

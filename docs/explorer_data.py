@@ -31,7 +31,10 @@ IMAGES = {
     "360 x 720 points, 4,050 tokens": "",
     "720 x 1440 points, 16,200 tokens": "--img_size 720 1440",
 }
-BATCHES = {"32 samples": "--global_batch_size=32", "256 samples": "--global_batch_size=256"}
+BATCHES = {
+    "32 samples": "--global_batch_size=32",
+    "256 samples": "--global_batch_size=256",
+}
 ACCUMULATED = 4  # micro-batches of a layout without a pipeline, beside one
 BASE = "--yaml_config=config/mp.yaml --config=mp"
 FIXED = "--no-sequence_parallel --cp_method=gather --domain_method=gather --pp_schedule=1f1b"
@@ -43,18 +46,36 @@ def row(plan: Plan, sent: dict[str, int]) -> list[Any]:
 
     sent: the number of each message, as JSON: [phase, kind, group, inside a node, count, MiB]; new ones are added.
     """
-    layout, fields = plan.layout, plan.to_json()
-    memory = [round(plan.memory[name] / MIB, 1) for name in CATEGORIES]
+    # Many layouts send the same message. A row has only its number, so that the page stays small.
     messages = []
-    for each in fields["collectives"]:
-        sort = each["phase"], each["kind"], each["group"], int(each["inside"])
-        message = json.dumps([*sort, each["count"], round(each["bytes"] / MIB, 2)])
+    for each in plan.to_json()["collectives"]:
+        fields = [
+            each["phase"],
+            each["kind"],
+            each["group"],
+            int(each["inside"]),
+            each["count"],
+            round(each["bytes"] / MIB, 2),
+        ]
+        message = json.dumps(fields)
         messages.append(sent.setdefault(message, len(sent)))
-    sizes = [layout.world_size, layout.tp, layout.cp, layout.pp, "x".join(map(str, layout.domain)), layout.dp]
+    layout = plan.layout
     config = plan.config
-    strategy = config.data_parallel, config.gradient_accumulation, config.activation_checkpointing
-    needed = round(plan.needed / MIB, 1)
-    return [*sizes, *strategy, memory, needed, round(plan.time.seconds * 1e3, 2), messages]
+    return [
+        layout.world_size,
+        layout.tp,
+        layout.cp,
+        layout.pp,
+        "x".join(map(str, layout.domain)),
+        layout.dp,
+        config.data_parallel,
+        config.gradient_accumulation,
+        config.activation_checkpointing,
+        [round(plan.memory[name] / MIB, 1) for name in CATEGORIES],
+        round(plan.needed / MIB, 1),
+        round(plan.time.seconds * 1e3, 2),
+        messages,
+    ]
 
 
 def layouts(
@@ -62,18 +83,23 @@ def layouts(
 ) -> list[list[Any]]:
     """Rows of all layouts of these numbers of GPUs."""
     words = f"{BASE} {MODELS[model]} {IMAGES[image]} {BATCHES[batch]} {FIXED}".split()
-    request, rows = Request(words, load_gpu(gpu)), []
+    request = Request(words, load_gpu(gpu))
+    rows = []
     for n in counts:
-        for plan in formula_plans(request, n)[0]:
-            if n <= MOST_APART * plan.layout.dp:
-                rows += [row(each, sent) for each in (plan, *accumulated(plan))]
+        plans, *_ = formula_plans(request, n)
+        for plan in plans:
+            if n > MOST_APART * plan.layout.dp:
+                continue
+            for each in (plan, *accumulated(plan)):
+                rows.append(row(each, sent))
     return rows
 
 
 def accumulated(plan: Plan) -> list[Plan]:
     """The plan of the same layout that splits its batch into micro-batches, where it can and does not yet."""
     config, layout = plan.config, plan.layout
-    if layout.pp > 1 or config.global_batch_size // layout.dp % ACCUMULATED:
+    samples = config.global_batch_size // layout.dp
+    if layout.pp > 1 or samples % ACCUMULATED:
         return []
     config = config.model_copy(update={"gradient_accumulation": ACCUMULATED})
     return [plan_layout(config, layout, plan.gpu, textbook_traces(config, layout))]
@@ -82,10 +108,15 @@ def accumulated(plan: Plan) -> list[Plan]:
 def data(counts: Sequence[int] = COUNTS) -> dict[str, Any]:
     """{"gpus": ..., "models": ..., "images": ..., "base": ..., "rows": {"gpu|model|image|batch": rows}}."""
     sent: dict[str, int] = {}
-    rows = {"|".join(names): layouts(*names, counts, sent) for names in product(GPUS, MODELS, IMAGES, BATCHES)}
-    gpus = {name: load_gpu(name) for name in GPUS}
+    rows = {}
+    for names in product(GPUS, MODELS, IMAGES, BATCHES):
+        rows["|".join(names)] = layouts(*names, counts, sent)
+    gpus = {}
+    for name in GPUS:
+        gpu = load_gpu(name)
+        gpus[name] = {"per_node": gpu.gpus_per_node, "mib": round(gpu.memory / MIB)}
     return {
-        "gpus": {name: {"per_node": gpu.gpus_per_node, "mib": round(gpu.memory / MIB)} for name, gpu in gpus.items()},
+        "gpus": gpus,
         "models": MODELS,
         "images": IMAGES,
         "batches": BATCHES,
@@ -100,9 +131,16 @@ def data(counts: Sequence[int] = COUNTS) -> dict[str, Any]:
 def script() -> str:
     """The data as a script, which a page takes from a file too. EXPLORER_GPUS: the most GPUs (1024)."""
     most = int(os.environ.get("EXPLORER_GPUS", COUNTS[-1]))
-    sources = [Path(__file__), ROOT / "config/hardware.yaml", ROOT / "config/mp.yaml", ROOT / "utils/layout.py"]
-    sources += [*sorted(ROOT.glob("tools/planner/*.py")), *sorted(ROOT.glob("distributed/*.py"))]
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    sources = [
+        Path(__file__),
+        ROOT / "config/hardware.yaml",
+        ROOT / "config/mp.yaml",
+        ROOT / "utils/layout.py",
+        *sorted(ROOT.glob("tools/planner/*.py")),
+        *sorted(ROOT.glob("distributed/*.py")),
+    ]
+    content = b"".join(path.read_bytes() for path in sources)
+    digest = hashlib.sha256(content).hexdigest()[:16]
     kept = ROOT / ".cache" / f"explorer-{most}-{digest}.js"
     if not kept.exists():
         counts = tuple(n for n in COUNTS if n <= most)

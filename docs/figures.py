@@ -38,12 +38,17 @@ from utils.schema import keys_that_affect
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs/figures.json"  # {command: hash of its inputs when it was last run}
-CONFIGS = "ViT", "mp", "shard", "aurora", "hardware"  # files of named configs and GPUs
-MODELS = "afno", "classifier", "neighborhood", "unet"  # those that only their own commands rest on
-UNNAMED = {  # words of a command, and what it rests on without naming it: a config, a GPU or a file of config/
-    "benchmark.py ladder": "ladder", "tools.gpu_report": "gpu_report", "planner.validate": "verify",
-    "plan.py": "a100-40gb", "layouts mp": "mp_quick", "layouts domain": "classify_quick",
-}  # fmt: skip
+CONFIGS = ("ViT", "mp", "shard", "aurora", "hardware")  # files of named configs and GPUs
+MODELS = ("afno", "classifier", "neighborhood", "unet")  # those that only their own commands rest on
+# Words of a command, and what it rests on without naming it: a config, a GPU or a file of config/.
+UNNAMED = {
+    "benchmark.py ladder": "ladder",
+    "tools.gpu_report": "gpu_report",
+    "planner.validate": "verify",
+    "plan.py": "a100-40gb",
+    "layouts mp": "mp_quick",
+    "layouts domain": "classify_quick",
+}
 ONLY = os.environ.get("ONLY", "")
 LOG_TIME = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 _kept: set[tuple[str, int]] = set()  # blocks that stay as they are; a block may show several things of one command
@@ -55,24 +60,36 @@ def inputs(command: str, root: Path = ROOT) -> str:
 
     The code is that of its model, and of the examples and tests that it runs. Comments and docstrings do not count.
     """
+    # A command may name a config, and the values of that config may name another one or code.
     files = {file.stem: _mappings(file) for file in sorted((root / "config").glob("*.yaml"))}
     unnamed = [name for words, name in UNNAMED.items() if words in command]
     found: list[Any] = [files[name] for name in unnamed if name in files]
-    words = sorted({*unnamed, *re.findall(r"[\w.-]+", f"{command} {found}")})
-    found += [files[stem][word] for stem in CONFIGS for word in words if word in files[stem]]
+    named = re.findall(r"[\w.-]+", f"{command} {found}")
+    words = sorted({*unnamed, *named})
+    for stem in CONFIGS:
+        found += [files[stem][word] for word in words if word in files[stem]]
     values = json.dumps(found, sort_keys=True)
-    code = [root / f"{word.replace('.', '/')}.py" for word in words if re.match(r"docs\.examples|tests\.", word)]
-    if found or ".py" in command:
-        own = [model for model in MODELS if model in command + values]
-        code += [root / f"networks/{name}.py" for name in ("vit", *own)]
-    return hashlib.sha256("".join([values, *map(_code_alone, code)]).encode()).hexdigest()[:12]
+
+    code = []
+    for word in words:
+        if re.match(r"docs\.examples|tests\.", word):
+            code.append(root / f"{word.replace('.', '/')}.py")
+    runs_a_model = bool(found) or ".py" in command
+    if runs_a_model:
+        models = [model for model in MODELS if model in command + values]
+        code += [root / f"networks/{name}.py" for name in ("vit", *models)]
+    text = "".join([values, *map(_code_alone, code)])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @cache
 def _mappings(path):
     """The named configs of a file, without keys that affect nothing."""
-    unused, mappings = keys_that_affect("nothing"), parse_yaml(path.read_text())
-    return {name: {k: v for k, v in values.items() if k not in unused} for name, values in mappings.items()}
+    unused = keys_that_affect("nothing")
+    mappings = {}
+    for name, values in parse_yaml(path.read_text()).items():
+        mappings[name] = {key: value for key, value in values.items() if key not in unused}
+    return mappings
 
 
 @cache
@@ -80,16 +97,18 @@ def _code_alone(path):
     """The code of a file without comments and docstrings, the same under every Python."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+        may_have_docstring = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        if may_have_docstring and ast.get_docstring(node) is not None:
             del node.body[0]
     return re.sub(r", \w+=\[\]|\b\w+=\[\](, )?", "", ast.dump(tree))  # Python 3.13 leaves out what is empty
 
 
 def above(n: int = 1) -> str:
     """Return the command that a page shows above this place, in the n-th block of bash from here."""
-    before = Path(cog.inFile).read_text().splitlines()[: cog.firstLineNum]
-    blocks = re.findall(r"^```bash\n(.*?)\n```$", "\n".join(before), re.DOTALL | re.MULTILINE)
-    return re.sub(r" \\\n *", " ", blocks[-n])
+    lines = Path(cog.inFile).read_text().splitlines()
+    before = "\n".join(lines[: cog.firstLineNum])
+    blocks = re.findall(r"^```bash\n(.*?)\n```$", before, re.DOTALL | re.MULTILINE)
+    return re.sub(r" \\\n *", " ", blocks[-n])  # a command that is broken into lines is one line
 
 
 def table(command: str, which: int = 0, columns: str = ".*", rows: str = "", fast: bool = False) -> None:
@@ -100,30 +119,48 @@ def table(command: str, which: int = 0, columns: str = ".*", rows: str = "", fas
     """
     if not _chosen(command, fast):
         return
-    lines = re.findall(r"(?:^ *\|.*\n)+", _output(command, fast), re.M)[which].splitlines()
-    lines = [line.strip() for line in lines[:2] + [line for line in lines[2:] if re.search(rows, line)]]
-    head, _, *body = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    kept = [i for i, title in enumerate(head) if re.fullmatch(columns, title)]
-    if len(kept) < len(head):
-        lines = [format_table({head[i]: "" for i in kept}, [[row[i] for i in kept] for row in body])]
-    _show(*lines, "")
+    tables = re.findall(r"(?:^ *\|.*\n)+", _output(command, fast), re.M)
+    title_line, rule, *others = [line.strip() for line in tables[which].splitlines()]
+    body = [line for line in others if re.search(rows, line)]
+    titles = _cells(title_line)
+    kept = [i for i, title in enumerate(titles) if re.fullmatch(columns, title)]
+    if len(kept) == len(titles):
+        _show(title_line, rule, *body, "")
+        return
+
+    # Without some columns the widths differ, so the table is made again.
+    cells = []
+    for line in body:
+        row = _cells(line)
+        cells.append([row[i] for i in kept])
+    _show(format_table({titles[i]: "" for i in kept}, cells), "")
+
+
+def _cells(line):
+    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def output(command: str, only: str = ".*", fast: bool = False) -> None:
     """Show what a command prints (a log without its times), or its lines that match a regular expression, as code."""
-    if _chosen(command, fast):
-        lines = [re.sub(LOG_TIME, "", line).rstrip() for line in _output(command, fast).strip("\n").splitlines()]
-        lines = [line for line in lines if re.match(only, line)]
-        _show("```text", *lines, "```")
+    if not _chosen(command, fast):
+        return
+    lines = []
+    for line in _output(command, fast).strip("\n").splitlines():
+        without_time = re.sub(LOG_TIME, "", line).rstrip()
+        if re.match(only, without_time):
+            lines.append(without_time)
+    _show("```text", *lines, "```")
 
 
 def picture(command: str, made: str, image: str, title: str) -> None:
     """Show a picture that a command leaves behind. made: its path; image: its name in docs/images."""
-    if _chosen(command, fast=False):
-        _output(command)
-        shutil.copyfile(Path(_workspace().name) / made, ROOT / "docs/images" / image)
-        images = os.path.relpath(ROOT / "docs/images", (ROOT / cog.inFile).parent)
-        _show(f"![{title}]({images}/{image})", "")
+    if not _chosen(command, fast=False):
+        return
+    _output(command)
+    shutil.copyfile(Path(_workspace().name) / made, ROOT / "docs/images" / image)
+    page = ROOT / cog.inFile
+    images = os.path.relpath(ROOT / "docs/images", page.parent)
+    _show(f"![{title}]({images}/{image})", "")
 
 
 def source(path: str, first: str, last: str, docstrings: bool = True) -> None:
@@ -133,49 +170,66 @@ def source(path: str, first: str, last: str, docstrings: bool = True) -> None:
     """
     lines = (ROOT / path).read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.strip().startswith(first))
-    stop = next(i for i, line in enumerate(lines) if i >= start and line.strip().startswith(last))
-    code = textwrap.dedent("\n".join(lines[start : stop + 1]))
-    _show("```python", code if docstrings else _without_docstrings(code), "```")
+    length = next(i for i, line in enumerate(lines[start:], 1) if line.strip().startswith(last))
+    code = textwrap.dedent("\n".join(lines[start : start + length]))
+    if not docstrings:
+        code = _without_docstrings(code)
+    _show("```python", code, "```")
 
 
 def difference(before: str, after: str, whole: bool = True) -> None:
     """Show what one script has more and less than another, docstrings aside; whole: with the lines."""
-    one, two = _code(before), _code(after)
-    changes = list(difflib.unified_diff(one, two, n=0))[2:]
-    more, less = (sum(line[0] == sign for line in changes) for sign in "+-")
-    _show(f"- `{before}` -> `{after}`: +{more} -{less} lines, {len(one) - less} stay")
-    if whole:
-        lines = ["" if line[0] == "@" else line for line in changes[1:]]
-        _show("", "```diff", *(line for line in lines if line not in ("+", "-")), "```")
+    old = _code(before)
+    new = _code(after)
+    changes = list(difflib.unified_diff(old, new, n=0))[2:]  # without the names of the files
+    more = sum(line[0] == "+" for line in changes)
+    less = sum(line[0] == "-" for line in changes)
+    _show(f"- `{before}` -> `{after}`: +{more} -{less} lines, {len(old) - less} stay")
+    if not whole:
+        return
+    shown = []
+    for line in changes[1:]:
+        if line[0] == "@":
+            shown.append("")
+        elif line not in ("+", "-"):
+            shown.append(line)
+    _show("", "```diff", *shown, "```")
 
 
 def _without_docstrings(code):
     lines = code.splitlines()
-    described = (n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.ClassDef | ast.FunctionDef))
-    found = [node.body[0] for node in described if ast.get_docstring(node)]
-    hidden = {i for text in found for i in range(text.lineno - 1, text.end_lineno)}
-    hidden |= {text.end_lineno for text in found if not lines[text.end_lineno]}  # the blank line behind that of a class
+    hidden = set()
+    for node in ast.walk(ast.parse(code)):
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef) or not ast.get_docstring(node):
+            continue
+        text = node.body[0]
+        hidden.update(range(text.lineno - 1, text.end_lineno))
+        if not lines[text.end_lineno]:  # the blank line behind the docstring of a class
+            hidden.add(text.end_lineno)
     return "\n".join(line for i, line in enumerate(lines) if i not in hidden)
 
 
 def _code(name):
     """Lines of a script behind its docstring."""
     text = (ROOT / name).read_text()
-    return text.splitlines()[ast.parse(text).body[0].end_lineno :]
+    docstring = ast.parse(text).body[0]
+    return text.splitlines()[docstring.end_lineno :]
 
 
 def _chosen(command, fast):
     """Tell whether to make this one; if not, the page keeps what it shows."""
     chosen = fast if ONLY == "fast" else ONLY in command
-    if not chosen and not fast and _record().get(command) != inputs(command) and command not in _told:
+    if chosen:
+        return True
+    if not fast and command not in _told and _record().get(command) != inputs(command):
         _told.add(command)
-        print(
-            f"{cog.inFile}: `{command}`: its inputs changed since: run make figures ONLY='{command}'", file=sys.stderr
-        )
-    if not chosen and (block := (cog.inFile, cog.firstLineNum)) not in _kept:
+        said = f"{cog.inFile}: `{command}`: its inputs changed since: run make figures ONLY='{command}'"
+        print(said, file=sys.stderr)
+    block = (cog.inFile, cog.firstLineNum)
+    if block not in _kept:
         _kept.add(block)
         cog.out(cog.previous)
-    return chosen
+    return False
 
 
 def _show(*lines):
@@ -187,12 +241,17 @@ def _output(command, fast=False):
     print(f"$ {command}", file=sys.stderr, flush=True)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "-c", command], cwd=_workspace().name, env={**os.environ, "PATH": path}, capture_output=True, text=True
+        ["bash", "-c", command],
+        cwd=_workspace().name,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         sys.exit(f"{done.stdout}{done.stderr}\nerror: status {done.returncode}: {command}")
     if not fast and "--check" not in sys.argv:
-        RECORD.write_text(json.dumps(_record() | {command: inputs(command)}, indent=1, sort_keys=True) + "\n")
+        record = _record() | {command: inputs(command)}
+        RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     return done.stdout
 
 

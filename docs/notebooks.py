@@ -13,8 +13,9 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"
-LESSONS = "1_one_device", "2_data_parallel", "3_model_parallel", "4_domain_parallel"
-RUN = "Run it here", "Where the time goes", "Where to put which group", "What you should see"  # sections that run
+LESSONS = ("1_one_device", "2_data_parallel", "3_model_parallel", "4_domain_parallel")
+# The sections whose commands run.
+RUN = ("Run it here", "Where the time goes", "Where to put which group", "What you should see")
 SHORTER = {  # what cuts a command down to a laptop; the options of a training command itself stay
     "train": "--device cpu --expdir $RUNS --num_iters 20 --warmup 5 --limit_nsamples 320 --limit_nsamples_val 16",
     "ladder": "--device cpu --depth 2 --steps 2 --rounds 1 --png $RUNS/ladder.png",
@@ -40,22 +41,28 @@ print("runs go to", os.environ["RUNS"])"""
 
 def notebook(lesson: str) -> nbformat.NotebookNode:
     """The notebook of a lesson, without outputs. lesson: its number and the name of its page, as in LESSONS."""
-    text = re.sub(r"<!--.*?-->\n?", "", (ROOT / f"docs/{lesson[2:]}.md").read_text(), flags=re.S)
+    page = (ROOT / f"docs/{lesson[2:]}.md").read_text()
+    text = re.sub(r"<!--.*?-->\n?", "", page, flags=re.S)
+    # The parts of a page: fenced blocks, indented blocks, headings of sections, and the text between them.
+    parts = re.split(r"(^```[\s\S]*?^```\n|(?:^    .*\n(?:\n(?=    ))?)+|^## .*\n)", text, flags=re.M)
     cells = [new_code_cell(BEGIN)]
-    section, kept = "", []
-    for part in re.split(r"(^```[\s\S]*?^```\n|(?:^    .*\n(?:\n(?=    ))?)+|^## .*\n)", text, flags=re.M):
+    section = ""
+    kept: list[str] = []
+    for part in parts:
         if part.startswith("## "):
             section = part[3:].strip()
         command = _command(part) if section in RUN else None
         if command is None:
             kept.append(part)
             continue
-        cells += [new_markdown_cell(_links("".join(kept))), new_code_cell(f"%%bash\n{command}")]
+        cells.append(new_markdown_cell(_links("".join(kept))))
+        cells.append(new_code_cell(f"%%bash\n{command}"))
         kept = []
     cells.append(new_markdown_cell(_links("".join(kept))))
     for number, cell in enumerate(cells):
         cell.id = f"cell-{number}"
-    made = new_notebook(cells=[cells[1], cells[0], *cells[2:]])
+    begin, introduction, *others = cells
+    made = new_notebook(cells=[introduction, begin, *others])
     made.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     return made
 
@@ -64,9 +71,15 @@ def _command(part: str) -> str | None:
     """Commands of a block of code, cut down; None if it is none."""
     whole = part.replace("\\\n", " ").splitlines()
     lines = [line.strip() for line in whole if line.strip(" `\n") and line != "```bash"]
-    if not part.startswith(("```bash", "    ")) or not all(re.match("python |torchrun ", line) for line in lines):
+    is_code = part.startswith(("```bash", "    "))
+    if not is_code or not all(re.match("python |torchrun ", line) for line in lines):
         return None
-    return "\n".join(_shorter(re.sub(r"\s+", " ", line.partition(" #")[0]).strip()) for line in lines)
+    commands = []
+    for line in lines:
+        without_comment = line.partition(" #")[0]
+        command = re.sub(r"\s+", " ", without_comment).strip()
+        commands.append(_shorter(command))
+    return "\n".join(commands)
 
 
 def _shorter(command: str) -> str:
@@ -74,13 +87,18 @@ def _shorter(command: str) -> str:
     if kind:
         more = SHORTER[kind[1]]
         return f"{_without(command, more)} {more}"
-    return f"{command} {_without(SHORTER['train'], command)}" if re.search(r"train\w*\.py", command) else command
+    if re.search(r"train\w*\.py", command):
+        return f"{command} {_without(SHORTER['train'], command)}"
+    return command
 
 
 def _without(words: str, others: str) -> str:
     """Words without those options, and their values, that others have too."""
     options = re.findall(r"--\w+", others)
-    return re.sub(rf" ?(?:{'|'.join(options)})\b(?:[ =](?!--)\S+)*", "", f" {words}").strip() if options else words
+    if not options:
+        return words
+    given = rf" ?(?:{'|'.join(options)})\b(?:[ =](?!--)\S+)*"
+    return re.sub(given, "", f" {words}").strip()
 
 
 def _links(text: str) -> str:
@@ -88,7 +106,8 @@ def _links(text: str) -> str:
 
     def moved(found: re.Match[str]) -> str:
         target = found[0]
-        return target if re.match(r"\w+:|#", target) else os.path.relpath(f"docs/{target}", "notebooks")
+        is_elsewhere = re.match(r"\w+:|#", target)  # an address, or a heading of the same page
+        return target if is_elsewhere else os.path.relpath(f"docs/{target}", "notebooks")
 
     return re.sub(r"(?<=\]\()[^)\s]+(?=\))", moved, text).strip()
 

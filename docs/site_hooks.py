@@ -51,9 +51,14 @@ def on_files(files: Files, config: Any) -> Files:
     for path, page in OUTSIDE.items():
         files.append(File.generated(config, page, content=(ROOT / path).read_text()))
     for file in list(files.documentation_pages()):
+        origin = _origin(file.src_uri)
         for target in LINK.findall(file.content_string):
-            there = _target(target, _origin(file.src_uri))
-            if there and (page := _page(there)).startswith("code/") and not files.get_file_from_path(page):
+            there = _target(target, origin)
+            if there is None:
+                continue
+            page = _page(there)
+            is_code = page.startswith("code/")
+            if is_code and not files.get_file_from_path(page):  # another page may have linked to it
                 files.append(File.generated(config, page, content=_code(there)))
     files.append(File.generated(config, "explorer/layouts.js", content=explorer_data.script()))
     return files
@@ -75,23 +80,35 @@ def on_page_markdown(markdown: str, page: Any, **_given: Any) -> str:
 
 def _typeset(found: re.Match[str]) -> str:
     """A formula of TeX as a drawing in the colour of the text; nothing is loaded to show it."""
-    style: Any = {"mathtext.fontset": "stix", "savefig.facecolor": "none", "svg.hashsalt": "formula"}
+    style: Any = {
+        "mathtext.fontset": "stix",
+        "savefig.facecolor": "none",
+        "svg.hashsalt": "formula",
+    }
     drawn = StringIO()
     with matplotlib.rc_context(style):
         math_to_image(f"${found[1]}$", drawn, FontProperties(size=12), format="svg", color="#010203")
+    # The colour stands for that of the text, which only the page knows.
     svg = drawn.getvalue().partition("<svg ")[2].replace("#010203", "currentColor")
     svg = re.sub(r"<(metadata|style)[ >].*?</\1>|<!--.*?-->", "", svg, flags=re.S)
     return f'<p><svg role="img" aria-label="{html.escape(found[1])}" style="max-width: 100%" {svg.strip()}</p>\n'
 
 
 def _tabs(found: re.Match[str]) -> str:
-    here, slurm = (re.sub(r"^(?=.)", "    ", text.strip("\n"), flags=re.M) for text in (found[2], found[4]))
-    return f'## Run it\n\n=== "{found[1]}"\n\n{here}\n\n=== "{found[3]}"\n\n{slurm}\n\n'
+    here_title, here, slurm_title, slurm = found.groups()
+    tabs = ""
+    for title, text in ((here_title, here), (slurm_title, slurm)):
+        indented = re.sub(r"^(?=.)", "    ", text.strip("\n"), flags=re.M)
+        tabs += f'=== "{title}"\n\n{indented}\n\n'
+    return f"## Run it\n\n{tabs}"
 
 
 def _origin(page: str) -> Path:
     """The file of the repository that a page of the site is made from."""
-    return ROOT / next((path for path, made in OUTSIDE.items() if made == page), f"docs/{page}")
+    for path, made in OUTSIDE.items():
+        if made == page:
+            return ROOT / path
+    return ROOT / f"docs/{page}"
 
 
 def _target(target: str, origin: Path) -> str | None:
@@ -114,21 +131,26 @@ def _page(path: str) -> str:
 
 
 def _link(target: str, source: str) -> str:
-    path = _target(target, _origin(source)) if not source.startswith("code/") else None
+    if source.startswith("code/"):  # what looks like a link there is code
+        return target
+    path = _target(target, _origin(source))
     if path is None:
         return target
-    anchor = target.partition("#")[2]
     there = os.path.relpath(_page(path), PurePosixPath(source).parent)
-    return there + (f"#{anchor}" if anchor else "")
+    _, _, anchor = target.partition("#")
+    return f"{there}#{anchor}" if anchor else there
 
 
 def _code(path: str) -> str:
     """The page of a file of code, or of a folder; the search of the site leaves it out."""
     file = ROOT / path
     if file.is_dir():
-        names = sorted(
-            f"{each.name}{'/' if each.is_dir() else ''}" for each in file.iterdir() if each.name[0] not in "._"
-        )
-        return f"{UNSEARCHED}# {path}\n\n" + "".join(f"- `{name}`\n" for name in names)
+        names = []
+        for each in file.iterdir():
+            is_hidden = each.name[0] in "._"
+            if not is_hidden:
+                names.append(f"{each.name}/" if each.is_dir() else each.name)
+        entries = "".join(f"- `{name}`\n" for name in sorted(names))
+        return f"{UNSEARCHED}# {path}\n\n{entries}"
     language = LANGUAGES.get(file.suffix, "text")
     return f"{UNSEARCHED}# {path}\n\n~~~~~~{language}\n{file.read_text().rstrip()}\n~~~~~~\n"

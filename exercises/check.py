@@ -27,8 +27,11 @@ def exercises() -> dict[int, Path]:
 
 def title(file: Path) -> tuple[str, str]:
     """(rung, what it is about) from the first line of a file, `Exercise 2, rung 2: ...`."""
-    head, _, about = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0].partition(": ")
-    return head.split(", ")[1], about.rstrip(".")
+    text = ast.get_docstring(ast.parse(file.read_text())) or ""
+    first_line = text.partition("\n")[0]
+    head, _, about = first_line.partition(": ")
+    rung = head.split(", ")[1]
+    return rung, about.rstrip(".")
 
 
 def check_file(name: str, file: Path, seed: int, patience: float = PATIENCE_SECONDS) -> list[str]:
@@ -37,8 +40,10 @@ def check_file(name: str, file: Path, seed: int, patience: float = PATIENCE_SECO
     patience = getattr(check, "PATIENCE_SECONDS", patience)
     for size in check.WORLD_SIZES:
         lines = run_ranks(name, file, size, seed, patience)
+        if lines and size > 1:
+            return [f"with {size} ranks: {line}" for line in lines]
         if lines:
-            return [f"with {size} ranks: {line}" if size > 1 else line for line in lines]
+            return lines
     return []
 
 
@@ -55,17 +60,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.number is None:
         for number, file in files.items():
-            print("{:3}  {}  {}".format(number, *title(file)))
+            rung, about = title(file)
+            print(f"{number:3}  {rung}  {about}")
         print("\nmake exercise N=1 checks the first; exercises/README.md says more")
         return 0
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors
-    number, file = options.number, files[options.number]
-    name, (_, about) = file.stem, title(file)
-    if options.solution or options.file:
-        file = options.file.resolve() if options.file else FOLDER / "solutions" / file.name
+    number = options.number
+    file = files[number]
+    name = file.stem
+    _, about = title(file)
+    if options.file:
+        file = options.file.resolve()
+    elif options.solution:
+        file = FOLDER / "solutions" / file.name
     if not file.is_file():
         raise UsageError(f"{file}: no such file")
-    seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
+    seed = options.seed
+    if seed is None:
+        seed = random.SystemRandom().randrange(10**6)
     preload([name])
     lines = check_file(name, file, seed)
     if not lines:

@@ -42,7 +42,11 @@ def run_ranks(name: str, file: Path, size: int, seed: int, patience: float) -> l
                 said.setdefault(str(error), []).append(str(rank))
     if size == 1:
         return list(said)
-    return [f"{'every rank' if len(r) == size else 'rank ' + ' and '.join(r)}: {text}" for text, r in said.items()]
+    lines = []
+    for text, ranks in said.items():
+        who = "every rank" if len(ranks) == size else f"rank {' and '.join(ranks)}"
+        lines.append(f"{who}: {text}")
+    return lines
 
 
 def _check(process: Process, name: str, file: str, size: int, seed: int, store: str, patience: float) -> None:
@@ -53,11 +57,13 @@ def _check(process: Process, name: str, file: str, size: int, seed: int, store: 
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    check, rank = importlib.import_module(f"exercises.checks.{name}"), process.number
+    check = importlib.import_module(f"exercises.checks.{name}")
+    rank = process.number
     if size > 1:
         long = datetime.timedelta(seconds=START_SECONDS + patience)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=long)
-    watch = threading.Timer(patience, _give_up, (process, threading.current_thread().ident, file, patience))
+    learner = threading.current_thread().ident
+    watch = threading.Timer(patience, _give_up, (process, learner, file, patience))
     watch.daemon = True
     watch.start()
     try:
@@ -82,18 +88,23 @@ def _in_one_line(error, file):
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}: {type(error).__name__}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == file]
-    if isinstance(error, NotImplementedError) and frames[-1] in own:
-        return f"`{own[-1].name}` is not filled in yet (line {own[-1].lineno})"
-    text = (str(error).strip() or "no message").splitlines()[0]
-    if not own:
-        return f"the check cannot go on with what it got: {type(error).__name__}: {text} ({frames[-1].name})"
-    return f"line {own[-1].lineno}, in {own[-1].name}: {type(error).__name__}: {text}\n      {own[-1].line}"
+    innermost = frames[-1]
+    of_learner = [frame for frame in frames if frame.filename == file]
+    message = str(error).strip() or "no message"
+    text = f"{type(error).__name__}: {message.splitlines()[0]}"
+    if not of_learner:
+        return f"the check cannot go on with what it got: {text} ({innermost.name})"
+    place = of_learner[-1]
+    if isinstance(error, NotImplementedError) and innermost is place:
+        return f"`{place.name}` is not filled in yet (line {place.lineno})"
+    return f"line {place.lineno}, in {place.name}: {text}\n      {place.line}"
 
 
 def _give_up(process, learner, file, patience):
     """Say where the learner's thread waits; the parent ends this rank then."""
-    frame, place = sys._current_frames().get(learner), None
+    frame = sys._current_frames().get(learner)
+    place = None
+    # From the innermost call outward, to the first line of the learner's own.
     while frame and not place:
         if frame.f_code.co_filename == file:
             source = linecache.getline(file, frame.f_lineno).strip()

@@ -26,14 +26,16 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
 
     The averaged weights, where the run kept an average. A weight that has several names stands under each.
     """
+    # The tensors are read in place, so that each is allocated first.
     parts: dict[str, dict[str, Tensor]] = {"model": {}, "ema": {}}
     for name, stored in stored_tensors(folder).items():
         part, _, own = name.partition(".")
         if part in parts:
             parts[part][own] = torch.empty(stored.size, dtype=stored.properties.dtype)
     dcp.load(parts, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-    weights = parts["model"] | parts["ema"]
-    for name, first in read_marker(folder)["trainer"].get("tied", {}).items():
+    weights = parts["model"] | parts["ema"]  # an average takes the place of the weight
+    tied = read_marker(folder)["trainer"].get("tied", {})  # {further name: the name under which it is stored}
+    for name, first in tied.items():
         if first in weights:
             weights[name] = weights[first]
     return weights
@@ -59,7 +61,11 @@ def export(path: Path | str, out: Path | str) -> None:
         raise UsageError(f"{out}: exists already")
     folder, marker = find(path)
     weights = with_own_memory(load_weights(folder))
-    metadata = {"format": "pt", "iteration": str(marker["iteration"]), "config": json.dumps(marker["config"])}
+    metadata = {
+        "format": "pt",
+        "iteration": str(marker["iteration"]),
+        "config": json.dumps(marker["config"]),
+    }
     with whole_file(out) as part:
         write_safetensors(part, weights, metadata)
     values = sum(tensor.numel() for tensor in weights.values())
@@ -76,16 +82,22 @@ def show(path: Path | str) -> None:
     print(f"world size   {marker['world_size']}")
     print(f"hashes       verified, {len(marker['files'])} files")
     tensors = dict(sorted(stored_tensors(folder).items()))
-    rows = [
-        (name, str(list(t.size)), str(t.properties.dtype).removeprefix("torch."), len(t.chunks), _bytes(t))
-        for name, t in tensors.items()
-    ]
-    print(f"\n{format_table({'tensor': '', 'shape': '', 'dtype': '', 'shards': 'd', 'bytes': ','}, rows)}")
-    print()
+    rows = []
+    for name, stored in tensors.items():
+        shape = str(list(stored.size))
+        dtype = str(stored.properties.dtype).removeprefix("torch.")
+        rows.append((name, shape, dtype, len(stored.chunks), _bytes(stored)))
+    columns = {"tensor": "", "shape": "", "dtype": "", "shards": "d", "bytes": ","}
+    print(f"\n{format_table(columns, rows)}\n")
+
+    # A checkpoint need not have all parts: an average is kept on request.
     for part in ("model", "ema", "optimizer", "random"):
-        if own := [stored for name, stored in tensors.items() if name.startswith(f"{part}.")]:
-            values, size = sum(stored.size.numel() for stored in own), sum(map(_bytes, own))
-            print(f"{part:<12} {len(own)} tensors, {values:,} values, {size:,} bytes")
+        of_part = [stored for name, stored in tensors.items() if name.startswith(f"{part}.")]
+        if not of_part:
+            continue
+        values = sum(stored.size.numel() for stored in of_part)
+        size = sum(map(_bytes, of_part))
+        print(f"{part:<12} {len(of_part)} tensors, {values:,} values, {size:,} bytes")
 
 
 def _bytes(stored: TensorStorageMetadata) -> int:

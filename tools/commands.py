@@ -9,4 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 def main() -> None:
     """Run the script that this process is called after, as python would."""
-    runpy.run_path(str(ROOT / Path(sys.argv[0]).with_suffix(".py").name), run_name="__main__")
+    # A command such as .venv/bin/train lies far from train.py, so that only its name counts.
+    called = Path(sys.argv[0])
+    script = ROOT / called.with_suffix(".py").name
+    runpy.run_path(str(script), run_name="__main__")

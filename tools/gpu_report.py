@@ -37,22 +37,37 @@ from utils.errors import FAILED_STATUS, STOPPED_STATUS, ArgumentParser, first_li
 from utils.files import read_json, whole_file
 
 COMMANDS = "config/gpu_report.yaml"
-SECONDS, LONGEST = 900, 360  # of all commands, of one
-PASSED, OUT_OF_TIME = "passed", "out of time"  # its own
-NOT_REACHED, NOT_FINISHED = "not reached", "not finished"  # since the time of all commands was over
+SECONDS = 900  # of all commands
+LONGEST = 360  # of one command
+PASSED = "passed"
+OUT_OF_TIME = "out of time"  # its own
+NOT_REACHED = "not reached"  # since the time of all commands was over
+NOT_FINISHED = "not finished"  # likewise
 GRACE_SECONDS = 40  # for a command to end that was asked to; torchrun kills its ranks after 30
 POLL_SECONDS = 0.1
-STOPPED, SAVED = "quick/stopped", "Saved checkpoint"  # a training that is ended when it says so
-PRINTED = "preflight", "ladder", "loaders"  # commands whose output is part of the report
+STOPPED = "quick/stopped"  # a training that is ended when it says SAVED
+SAVED = "Saved checkpoint"
+PRINTED = ("preflight", "ladder", "loaders")  # commands whose output is part of the report
 
 
 def commands(device: str, count: int) -> dict[str, str]:
     """{name: command} for so many GPUs, or for two ranks on the CPU."""
-    table, python = read_mappings(COMMANDS, "commands"), shlex.quote(sys.executable)
-    own = {"python": python, "torchrun": f"{python} -m torch.distributed.run --standalone", "count": count}
+    table = read_mappings(COMMANDS, "commands")
+    python = shlex.quote(sys.executable)
+    own = {
+        "python": python,
+        "torchrun": f"{python} -m torch.distributed.run --standalone",
+        "count": count,
+    }
+    # The words of a device may stand in those of any, and both in the commands.
     words = own | table[device]
     words |= {name: text.format(**words) for name, text in table["any"].items()}
-    return {name: text.format(**words) for name, text in table["commands"].items() if count > 1 or "{two}" not in text}
+    made = {}
+    for name, text in table["commands"].items():
+        needs_two = "{two}" in text
+        if count > 1 or not needs_two:
+            made[name] = text.format(**words)
+    return made
 
 
 def planned(name: str, command: str, gpu: Gpu) -> dict[str, Any]:
@@ -60,13 +75,14 @@ def planned(name: str, command: str, gpu: Gpu) -> dict[str, Any]:
     trained = training(command)
     if not trained:
         return {"command": name}
+    words, ranks = trained
     try:
-        plan = planned_figures(Request(trained[0], gpu).plan(trained[1]))
+        plan = planned_figures(Request(words, gpu).plan(ranks))
     except Exception as error:  # of one run: the others have theirs
         return {"command": name, "said": f"not planned: {type(error).__name__}: {first_line(error)}"}
     return {
         "command": name,
-        "on": f"{trained[1]} x {gpu.name}",
+        "on": f"{ranks} x {gpu.name}",
         "planned_gib": plan["peak_allocated_bytes"] / GIB,
         "planned_step_s": plan["step_time_s"],
         "planned_calls": plan["calls"],
@@ -76,7 +92,10 @@ def planned(name: str, command: str, gpu: Gpu) -> dict[str, Any]:
 def training(command: str) -> tuple[list[str], int] | None:
     """(options, ranks) of a command that trains; None for any other."""
     match = re.search(r"(?:nproc_per_node=(\d+) )?-m train\w* (.*)", command)
-    return (match[2].split(), int(match[1] or 1)) if match else None
+    if match is None:
+        return None
+    ranks, words = match.groups()
+    return words.split(), int(ranks or 1)
 
 
 def run_command(
@@ -89,7 +108,10 @@ def run_command(
 
     Its output goes to NAME.log.
     """
-    log, end, saved = work / f"{name.replace('/', '-')}.log", time.monotonic() + seconds, False
+    log = work / f"{name.replace('/', '-')}.log"
+    end = time.monotonic() + seconds
+    saved = False
+    # The command runs in another folder, and still finds our modules.
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
     env = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
     with log.open("wb") as output:
@@ -117,7 +139,8 @@ def run_command(
     lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
     if running:
         return OUT_OF_TIME, lines[-1]
-    if process.returncode != (STOPPED_STATUS if name == STOPPED else 0):
+    expected = STOPPED_STATUS if name == STOPPED else 0
+    if process.returncode != expected:
         return f"failed, status {process.returncode}", lines[-1]
     return PASSED, ""
 
@@ -126,7 +149,8 @@ def run_figures(folder: Path) -> dict[str, Any]:
     """Figures of the finished run in a folder; {} where there is none."""
     if not (folder / "summary.json").exists():
         return {}
-    summary, last = read_json(folder / "summary.json"), read_metrics(folder / FILE_NAME.format(0))[-1]
+    summary = read_json(folder / "summary.json")
+    *_, last = read_metrics(folder / FILE_NAME.format(0))
     figures = {"mfu": last["speed/mfu"], "gib": summary["peak_memory_bytes"] / GIB}
     return summary | read_figures(folder) | figures
 
@@ -142,8 +166,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     option("--plan", nargs="+", metavar="NAME", help="only print the plans for these GPUs")
     options = parser.parse_args(argv)
     if options.plan:
-        training_runs = [each for each in commands(options.device, 2).items() if training(each[1])]
-        rows = [planned(*each, gpu) for gpu in map(load_gpu, options.plan) for each in training_runs]
+        rows = []
+        todo = commands(options.device, 2)
+        for planned_gpu in map(load_gpu, options.plan):
+            for name, command in todo.items():
+                if training(command):
+                    rows.append(planned(name, command, planned_gpu))
         print(format_tables("gpu_report", rows))
         return 0
 
@@ -180,7 +208,8 @@ class Report:
     ):
         about = machine(device)
         self.name = about["name"]
-        self.path = folder / (re.sub(r"\W+", "-", f"{self.name} x{count}".lower()) + ".md")
+        file_name = re.sub(r"\W+", "-", f"{self.name} x{count}".lower())
+        self.path = folder / f"{file_name}.md"
         self.about = about | {
             "devices": count,
             "driver": " ".join(driver() or ["unknown"]),

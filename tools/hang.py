@@ -6,6 +6,7 @@ python -m tools.hang logs/quick/00
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,47 +47,86 @@ def read_ranks(folder: Path) -> dict[int, Record]:
         )
     records = [read_json(path) for path in files]
     for record in records:
-        record["calls"] = [Call(**call) for call in record["calls"] if call["group"] in record["groups"]]
-    last = [record for record in records if record["start"] == records[-1]["start"]]
-    return {record["rank"]: record for record in sorted(last, key=lambda record: record["rank"])}
+        known = [call for call in record["calls"] if call["group"] in record["groups"]]
+        record["calls"] = [Call(**call) for call in known]
+    # An earlier start of the same run may have left records of ranks that noticed nothing this time.
+    last_start = records[-1]["start"]
+    last = [record for record in records if record["start"] == last_start]
+    last.sort(key=itemgetter("rank"))
+    return {record["rank"]: record for record in last}
 
 
 def explain(records: dict[int, Record]) -> Iterator[str]:
     """Lines that say which ranks wait, in which collective, and for whom."""
     size = next(iter(records.values()))["world_size"]
-    if silent := sorted(set(range(size)) - set(records)):
+    silent = sorted(set(range(size)) - set(records))
+    if silent:
         yield f"no record of {_ranks(silent)}: ended by something else, or on a node whose files are not here"
+
     mismatches = list(_mismatches(records))
     for calls in mismatches:
         rank = min(calls)
         yield f"the order of collectives differs: {_place(records[rank], calls[rank])} is"
         yield from _grouped(calls.items())
-    reached = {(rank, call.group): call.number for rank, record in records.items() for call in record["calls"]}
+
+    # A rank waits for the members of its group that have not reached the collective it is in.
+    within: dict[int, str] = {}
     missing: dict[int, list[int]] = {}
-    within: dict[int, str] = {}  # the collective that a rank is in; one that ended in an error counts as done, too
+    reached = _last_numbers(records)
     for rank, record in records.items():
-        for call in ([call for call in record["calls"] if not call.done] or record["calls"][-1:])[:1]:
-            within[rank] = f"{call}, {_place(record, call)}"
-            members = record["groups"][call.group][1]
-            missing[rank] = [other for other in members if reached.get((other, call.group), -1) < call.number]
-    waiting = defaultdict(list)  # ranks, by those that they wait for, and the collective
-    for rank in filter(missing.get, missing):
-        waiting[_ranks(missing[rank]), within[rank]].append(rank)
-    for (absent, collective), ranks in waiting.items():
-        yield f"waiting for {absent}: {_ranks(ranks)}, in {collective}"
-    if late := set(chain(*missing.values())) - set(chain(*waiting.values())):
+        call = _current_call(record)
+        if call is None:
+            continue
+        within[rank] = f"{call}, {_place(record, call)}"
+        _, members = record["groups"][call.group]
+        missing[rank] = [other for other in members if reached.get((other, call.group), -1) < call.number]
+
+    # Ranks that wait for the same others in the same collective share a line.
+    waiting = defaultdict(list)
+    for rank, absent in missing.items():
+        if absent:
+            waiting[_ranks(absent), within[rank]].append(rank)
+    for (absent_ranks, collective), ranks in waiting.items():
+        yield f"waiting for {absent_ranks}: {_ranks(ranks)}, in {collective}"
+
+    # Late is whoever is waited for and waits for nobody.
+    waited_for = set(chain(*missing.values()))
+    late = waited_for - set(chain(*waiting.values()))
+    if late:
         yield f"late: {_ranks(sorted(late))}"
     elif waiting and not mismatches:
         yield "the order of collectives differs: no rank is late, they wait for one another in different groups"
     elif not mismatches:
         yield "no rank waits for another that has not come; the last collective of"
         yield from _grouped((rank, within.get(rank)) for rank in records)
+
     yield "where the ranks were (all threads: stacks-rank<N>.txt):"
     places = []
     for rank, record in records.items():
         end = f", and ended: {record['reason']}" if record["reason"] else ""
         places.append((rank, " < ".join(record["at"]) + end))
     yield from _grouped(places)
+
+
+def _last_numbers(records: dict[int, Record]) -> dict[tuple[int, str], int]:
+    """{(rank, group): number of the last call of this rank in this group}."""
+    reached = {}
+    for rank, record in records.items():
+        for call in record["calls"]:
+            reached[rank, call.group] = call.number
+    return reached
+
+
+def _current_call(record: Record) -> Call | None:
+    """The collective that a rank is in, or else the last one; None where it called none.
+
+    A collective that ended in an error counts as done, too.
+    """
+    calls: list[Call] = record["calls"]
+    for call in calls:
+        if not call.done:
+            return call
+    return calls[-1] if calls else None
 
 
 def _ranks(numbers: Sequence[int]) -> str:
@@ -96,8 +136,10 @@ def _ranks(numbers: Sequence[int]) -> str:
 def _place(record: Record, call: Call) -> str:
     """The number of a call and its group, in words."""
     purpose, ranks = record["groups"][call.group]
-    use = "" if purpose in ("default_pg", "undefined") else f" ({purpose.removeprefix('mesh_')})"
-    return f"number {call.number} of {_ranks(ranks)}{use}"
+    place = f"number {call.number} of {_ranks(ranks)}"
+    if purpose in ("default_pg", "undefined"):
+        return place
+    return f"{place} ({purpose.removeprefix('mesh_')})"
 
 
 def _mismatches(records: dict[int, Record]) -> Iterator[dict[int, Call]]:
@@ -106,11 +148,13 @@ def _mismatches(records: dict[int, Record]) -> Iterator[dict[int, Call]]:
     for rank, record in records.items():
         for call in record["calls"]:
             calls[call.group, call.number][rank] = call
-    found = set()
-    for (group, _), same in sorted(calls.items()):
-        if group not in found and len({call.kind() for call in same.values()}) > 1:
-            found.add(group)
-            yield same
+    # After the first mismatch of a group nothing in it can match.
+    mismatched = set()
+    for (group, _), of_number in sorted(calls.items()):
+        kinds = {call.kind() for call in of_number.values()}
+        if group not in mismatched and len(kinds) > 1:
+            mismatched.add(group)
+            yield of_number
 
 
 def _grouped(texts: Iterable[tuple[int, object]]) -> Iterator[str]:
@@ -126,7 +170,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line; raises UsageError where the folder holds nothing that can be read."""
     parser = ArgumentParser(description="Say which rank of a run that hung was late, and in what the others waited.")
     parser.add_argument("folder", type=Path, help="the folder of the run")
-    print("\n".join(explain(read_ranks(parser.parse_args(argv).folder))))
+    folder = parser.parse_args(argv).folder
+    records = read_ranks(folder)
+    print("\n".join(explain(records)))
 
 
 if __name__ == "__main__":

@@ -11,15 +11,22 @@ import torch
 from utils.config import read_mappings
 from utils.device import device_module
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+GIB = 2**30
 TABLES = "config/benchmarks.yaml"
 
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Description of the machine that the figures were measured on."""
     gpu = device_module(device, "get_device_name")
-    name = gpu.get_device_name(device) if gpu else platform.processor() or platform.machine()
-    return {"device": str(device), "name": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    processor = platform.processor() or platform.machine()  # many systems have no name for their processor
+    name = gpu.get_device_name(device) if gpu else processor
+    return {
+        "device": str(device),
+        "name": name,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
 
 
 def installed(module: str) -> bool:
@@ -35,18 +42,31 @@ def format_table(
     rows: Sequence[Sequence[Any]],
 ) -> str:
     """Lines of a Markdown table. columns: {title: format specification}; rows: a value for each, None shows as '-'."""
-    cells = [
-        ["-" if value is None else format(value, spec) for value, spec in zip(row, columns.values(), strict=True)]
-        for row in rows
-    ]
-    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-    align = ["<" if i == 0 else ">" for i in range(len(columns))]
+    cells = []
+    for row in rows:
+        texts = []
+        for value, spec in zip(row, columns.values(), strict=True):
+            texts.append("-" if value is None else format(value, spec))
+        cells.append(texts)
+    widths = []
+    for column in zip(columns, *cells, strict=True):
+        widths.append(max(map(len, column)))
 
-    def line(words: Any) -> str:
-        return "| " + " | ".join(f"{w:{a}{n}}" for w, a, n in zip(words, align, widths, strict=True)) + " |"
+    # Markdown aligns a column by the colon in the rule. The first column names the rows, the others hold numbers.
+    rule = []
+    for place, width in enumerate(widths):
+        rule.append("-" * (width + 1) + ("-" if place == 0 else ":"))
+    lines = [_table_line(columns, widths), f"|{'|'.join(rule)}|"]
+    for texts in cells:
+        lines.append(_table_line(texts, widths))
+    return "\n".join(lines)
 
-    rule = "|" + "|".join("-" * (n + 1) + ("-" if a == "<" else ":") for a, n in zip(align, widths, strict=True)) + "|"
-    return "\n".join([line(columns), rule, *map(line, cells)])
+
+def _table_line(words: Iterable[str], widths: Sequence[int]) -> str:
+    padded = []
+    for place, (word, width) in enumerate(zip(words, widths, strict=True)):
+        padded.append(word.ljust(width) if place == 0 else word.rjust(width))
+    return f"| {' | '.join(padded)} |"
 
 
 def format_tables(command: str, *rows: Iterable[Mapping[str, Any]]) -> str:
@@ -54,15 +74,22 @@ def format_tables(command: str, *rows: Iterable[Mapping[str, Any]]) -> str:
 
     They are {title: {column: "{name of a value in a row:.2f}"}}; a value that is missing shows as '-'.
     """
-
-    def cell(template: str, row: Mapping[str, Any]) -> str:
-        values = [row.get(name) for _, name, _, _ in Formatter().parse(template) if name]
-        missing = any(value is None or value != value for value in values)
-        return "-" if missing else template.format(**row).replace("|", "/")
-
+    titles = read_mappings(TABLES, "tables")[command]
     texts = []
-    for (title, columns), own in zip(read_mappings(TABLES, "tables")[command].items(), rows, strict=True):
-        texts += [title] if title else []
-        lines = [[cell(template, row) for template in columns.values()] for row in own]
-        texts.append(format_table(dict.fromkeys(columns, ""), lines))
+    for (title, templates), rows_of_table in zip(titles.items(), rows, strict=True):
+        if title:
+            texts.append(title)
+        lines = []
+        for row in rows_of_table:
+            lines.append([_cell(template, row) for template in templates.values()])
+        # The cells are texts already, so their columns need no format.
+        texts.append(format_table(dict.fromkeys(templates, ""), lines))
     return "\n\n".join(texts)
+
+
+def _cell(template: str, row: Mapping[str, Any]) -> str:
+    values = [row.get(name) for _, name, _, _ in Formatter().parse(template) if name]
+    is_missing = any(value is None or value != value for value in values)  # NaN is unequal to itself
+    if is_missing:
+        return "-"
+    return template.format(**row).replace("|", "/")  # a bar would end the cell

@@ -8,8 +8,9 @@ collectives, which come to all ranks at once.
 
 import gzip
 import json
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,7 +24,13 @@ from training.profiling import TRACE
 from training.timing import PHASES
 from utils.errors import ArgumentParser, UsageError, reading, run_main
 
-STATES = {"compute": "#4477aa", "communication": "#222222", "waiting": "#cc3311", "idle": "#dddddd"}
+STATES = {
+    "compute": "#4477aa",
+    "communication": "#222222",
+    "waiting": "#cc3311",
+    "idle": "#dddddd",
+}
+COMPUTE, COMMUNICATION, WAITING, IDLE = range(len(STATES))  # the number of each state in STATES
 ONE_END = "reduce|gather|scatter|alltoall|barrier"  # of a broadcast the root is done before the others
 NOTABLE = 0.02  # of a step
 
@@ -36,42 +43,66 @@ class Trace:
     """
 
     def __init__(self, path: Path):
-        rows: list[tuple[Any, ...]] = []
         with reading(str(path)), gzip.open(path) as file:
             content = json.load(file)
-            self.rank, self.world_size = (content["distributedInfo"][key] for key in ("rank", "world_size"))
-            clock, called = content.get("baseTimeNanoseconds", 0) / 1000, defaultdict[Any, list[Any]](list)
-            for call in content.get("collectives", []):  # of gloo, in order; the trace may begin later
-                called[f"gloo:{call['operation']}"].append(f"{call['group']} {call['number']}")
-            events = [event for event in content["traceEvents"] if event.get("ph") == "X"]
-            gpu = any(event.get("cat") == "kernel" for event in events)
-            for e in sorted(events, key=lambda event: event["ts"], reverse=True):
-                what, kind, args, key = e["name"], e.get("cat"), e.get("args", {}), None
-                if kind == "user_annotation" and what.startswith("gloo:"):
-                    key = f"{called[what].pop()} {what}" if called[what] else None
-                    what = "message"
-                elif kind == "kernel" and what.startswith("nccl"):
-                    called[group := args.get("Process Group Name")].append(e)  # numbered from the end, as on all ranks
-                    key = f"{group} {len(called[group])} {args.get('Collective name', what)}" if group else None
-                    what = "message"
-                elif kind == ("kernel" if gpu else "cpu_op"):
-                    what = "waits" if "wait_tensor" in what or what.startswith("c10d::") else "work"
-                elif kind != ("gpu_user_annotation" if gpu else "user_annotation"):
-                    continue
-                rows.append((self.rank, what, key, clock + e["ts"], clock + e["ts"] + e["dur"]))
+            process = content["distributedInfo"]
+            self.rank = process["rank"]
+            self.world_size = process["world_size"]
+            rows = list(_read_spans(content, self.rank))
         self.spans = DataFrame(rows, columns=["rank", "what", "key", "start", "stop"])
         if not len(self.of("step")):
             raise UsageError(f"{path}: no range 'step' in it: was it recorded with --profile ranks?")
 
     def of(self, what: str) -> np.ndarray:
         """Start and stop of spans, (N, 2)."""
-        return self.spans.loc[self.spans["what"] == what, ["start", "stop"]].to_numpy()
+        chosen = self.spans["what"] == what
+        return self.spans.loc[chosen, ["start", "stop"]].to_numpy()
+
+
+def _read_spans(content: dict[str, Any], rank: int) -> Iterator[tuple[Any, ...]]:
+    """The rows of Trace.spans, the last one first."""
+    # The recorder of gloo begins before the trace or with it. Both end together, so calls are matched from the end.
+    gloo_calls = defaultdict[str, list[str]](list)
+    for call in content.get("collectives", []):
+        gloo_calls[f"gloo:{call['operation']}"].append(f"{call['group']} {call['number']}")
+    nccl_calls = Counter[str]()  # kernels of each group so far, numbered from the end, as on all ranks
+
+    clock = content.get("baseTimeNanoseconds", 0) / 1000
+    events = [event for event in content["traceEvents"] if event.get("ph") == "X"]
+    has_gpu = any(event.get("cat") == "kernel" for event in events)
+    work_kind = "kernel" if has_gpu else "cpu_op"
+    range_kind = "gpu_user_annotation" if has_gpu else "user_annotation"
+    for event in sorted(events, key=itemgetter("ts"), reverse=True):
+        name = event["name"]
+        kind = event.get("cat")
+        what = name
+        key = None
+        if kind == "user_annotation" and name.startswith("gloo:"):
+            what = "message"
+            if gloo_calls[name]:
+                key = f"{gloo_calls[name].pop()} {name}"
+        elif kind == "kernel" and name.startswith("nccl"):
+            what = "message"
+            args = event.get("args", {})
+            group = args.get("Process Group Name")
+            nccl_calls[group] += 1
+            if group:
+                key = f"{group} {nccl_calls[group]} {args.get('Collective name', name)}"
+        elif kind == work_kind:
+            is_wait = "wait_tensor" in name or name.startswith("c10d::")
+            what = "waits" if is_wait else "work"
+        elif kind != range_kind:
+            continue
+        start = clock + event["ts"]
+        yield rank, what, key, start, start + event["dur"]
 
 
 def of_ranks(traces: Sequence[Trace], column: str) -> DataFrame:
     """A column of the messages: a row for each collective, a column for each rank."""
-    messages = concat([trace.spans for trace in traces]).dropna(subset="key")
-    return messages.pivot(index="key", columns="rank", values=column).reindex(columns=[t.rank for t in traces])
+    spans = concat([trace.spans for trace in traces])
+    messages = spans.dropna(subset="key")
+    ranks = [trace.rank for trace in traces]
+    return messages.pivot(index="key", columns="rank", values=column).reindex(columns=ranks)
 
 
 def align(traces: Sequence[Trace]) -> None:
@@ -81,15 +112,21 @@ def align(traces: Sequence[Trace]) -> None:
     came late, the end is the same. A rank without such a collective keeps its clock.
     """
     ends = of_ranks(traces, "stop")
-    ends = ends[ends.index.str.replace("_", "").str.contains(ONE_END)]
+    names = ends.index.str.replace("_", "")
+    ends = ends[names.str.contains(ONE_END)]
+    first = traces[0].rank
     by_rank = {trace.rank: trace for trace in traces}
-    shifts, reached = {traces[0].rank: 0.0}, [traces[0].rank]
-    for near in reached:  # grows
+
+    # From the first rank outward: whoever shares collectives with a rank whose shift is known gets its own shift.
+    shifts = {first: 0.0}
+    reached = [first]
+    for near in reached:  # grows within the loop
         for far in by_rank.keys() - shifts:
-            apart = (ends[near] - ends[far]).median()
-            if not np.isnan(apart):  # they share some
-                shifts[far] = shifts[near] + apart
-                reached.append(far)
+            difference = (ends[near] - ends[far]).median()
+            if np.isnan(difference):  # no collective of both
+                continue
+            shifts[far] = shifts[near] + difference
+            reached.append(far)
     for rank, shift in shifts.items():
         by_rank[rank].spans[["start", "stop"]] += shift
 
@@ -103,59 +140,103 @@ def states(
     last: when the last rank called each collective. Until then a rank waits, unless it computes; then it communicates.
     """
     messages = trace.spans[trace.spans["what"] == "message"]
-    start, stop = messages["start"], messages["stop"]
+    start = messages["start"]
+    stop = messages["stop"]
+    # A message that no other rank shares waits for nobody.
     met = messages["key"].map(last).fillna(start).clip(start, stop)
-    parts = {name: trace.of(name) for name in ("work", "waits", "step", *PHASES)}
-    parts |= {"waiting": np.stack([start, met], 1), "sending": np.stack([met, stop], 1)}
-    edges, of = np.unique(np.concatenate([*parts.values()])), {}
-    for name, spans in parts.items():
+    spans_of = {name: trace.of(name) for name in ("work", "waits", "step", *PHASES)}
+    spans_of["waiting"] = np.stack([start, met], 1)
+    spans_of["sending"] = np.stack([met, stop], 1)
+
+    # Between two neighbouring edges nothing begins or ends, so that each kind of span is under way or is not.
+    edges = np.unique(np.concatenate([*spans_of.values()]))  # (N + 1,)
+    under_way = {}  # {kind: (N,)}
+    for name, spans in spans_of.items():
         change = np.zeros(len(edges), int)
         np.add.at(change, np.searchsorted(edges, spans[:, 0]), 1)
         np.add.at(change, np.searchsorted(edges, spans[:, 1]), -1)
-        of[name] = np.cumsum(change)[:-1] > 0
-    found = np.select([of["work"] & ~of["waits"], of["waiting"], of["sending"] | of["waits"]], [0, 2, 1], 3)
-    return edges, found, {phase: of["step"] & of[phase] for phase in PHASES}
+        under_way[name] = np.cumsum(change)[:-1] > 0
+
+    computes = under_way["work"] & ~under_way["waits"]
+    communicates = under_way["sending"] | under_way["waits"]
+    # The first condition that holds decides.
+    conditions = [computes, under_way["waiting"], communicates]
+    state = np.select(conditions, [COMPUTE, WAITING, COMMUNICATION], IDLE)
+    phases = {phase: under_way["step"] & under_way[phase] for phase in PHASES}
+    return edges, state, phases
 
 
 def summarize(traces: Sequence[Trace], starts: DataFrame) -> str:
     """A table of ms of a step by rank, phase and state; which rank is late, and where. starts: of shared messages."""
-    rows, own, steps, last = [], {}, 1000 * len(traces[0].of("step")), starts.max(axis=1)
+    last = starts.max(axis=1)
+    scale = 1000 * len(traces[0].of("step"))  # from microseconds of all steps to milliseconds of one
+    rows = []
+    own_ms = {}  # what a rank takes without communicating or waiting, by (rank, phase)
     for trace in traces:
-        edges, found, phases = states(trace, last)
+        edges, state, phases = states(trace, last)
         for phase, inside in phases.items():
-            time = [float((np.diff(edges) * inside)[found == n].sum()) / steps for n in range(len(STATES))]
-            own[trace.rank, phase] = time[0] + time[3]
-            if any(time):  # no pipeline, nothing left to reduce
-                rows.append([f"{trace.rank} {phase}", *time, sum(time)])
-    table = format_table({"rank, phase: ms of a step": ""} | dict.fromkeys([*STATES, "all"], ".2f"), rows)
-    whole = median(stop - start for trace in traces for start, stop in trace.of("step")) / 1000
-    said = f"no rank is late: none holds the others up for {NOTABLE:.0%} of a step"
-    if len(starts):
-        late = starts.idxmax(axis=1)
-        lost = (last - starts.T.apply(lambda times: times.nlargest(2).iloc[-1])).groupby(late).sum() / steps
-        rank = lost.idxmax()
-        if lost[rank] > NOTABLE * whole:
-            more = {p: own[rank, p] - median(own[t.rank, p] for t in traces if t.rank != rank) for p in PHASES}
-            phase = max(more, key=lambda phase: more[phase])
-            said = f"late: rank {rank}, the last in {sum(late == rank)} of {len(late)} collectives; the others wait "
-            said += f"{lost[rank]:.1f} ms for it, in a step of {whole:.1f} ms\n"
-            said += f"it takes {more[phase]:.1f} ms longer in {phase} than they do"
-    return f"{table}\n\n{said}"
+            durations = np.diff(edges) * inside
+            times = [float(durations[state == number].sum()) / scale for number in range(len(STATES))]
+            own_ms[trace.rank, phase] = times[COMPUTE] + times[IDLE]
+            if any(times):  # a phase may be empty, as without a pipeline
+                rows.append([f"{trace.rank} {phase}", *times, sum(times)])
+    columns = dict.fromkeys([*STATES, "all"], ".2f")
+    table = format_table({"rank, phase: ms of a step": ""} | columns, rows)
+    return f"{table}\n\n{_describe_late_rank(traces, starts, own_ms)}"
+
+
+def _describe_late_rank(traces: Sequence[Trace], starts: DataFrame, own_ms: dict[tuple[int, str], float]) -> str:
+    """The rank that holds the others up the longest, in words. starts: as in summarize. own_ms: by (rank, phase)."""
+    nobody = f"no rank is late: none holds the others up for {NOTABLE:.0%} of a step"
+    if not len(starts):
+        return nobody
+
+    # A collective is held up from when the last but one rank has called it until the last one does.
+    late = starts.idxmax(axis=1)
+    last = starts.max(axis=1)
+    last_but_one = starts.T.apply(lambda times: times.nlargest(2).iloc[-1])
+    number_of_steps = len(traces[0].of("step"))
+    scale = 1000 * number_of_steps
+    lost = (last - last_but_one).groupby(late).sum() / scale  # ms of a step, by rank
+    rank = lost.idxmax()
+    durations = [stop - start for trace in traces for start, stop in trace.of("step")]
+    whole = median(durations) / 1000
+    if lost[rank] <= NOTABLE * whole:
+        return nobody
+
+    # The phase in which this rank takes the most time beyond that of the others is where it is late.
+    longer = {}
+    for phase in PHASES:
+        of_others = [own_ms[trace.rank, phase] for trace in traces if trace.rank != rank]
+        longer[phase] = own_ms[rank, phase] - median(of_others)
+    phase = max(PHASES, key=longer.__getitem__)
+    times_last = sum(late == rank)
+    return (
+        f"late: rank {rank}, the last in {times_last} of {len(late)} collectives; the others wait "
+        f"{lost[rank]:.1f} ms for it, in a step of {whole:.1f} ms\n"
+        f"it takes {longer[phase]:.1f} ms longer in {phase} than they do"
+    )
 
 
 def draw(traces: Sequence[Trace], last: Series, path: Path) -> None:
     """The longest step of the first rank, on all ranks."""
-    begin, end = max(traces[0].of("step"), key=lambda step: step[1] - step[0])
+    steps = traces[0].of("step")
+    longest = np.diff(steps, axis=1).argmax()
+    begin, end = steps[longest]
     figure, (axes,) = panels(len(traces), width=11)
     axes.set_yticks(range(len(traces)), [f"rank {trace.rank}" for trace in traces])
     axes.invert_yaxis()
     for row, trace in enumerate(traces):
-        edges, found, _ = states(trace, last)
-        spans = np.stack([edges[:-1] - begin, np.diff(edges)], 1) / 1000
+        edges, state, _ = states(trace, last)
+        offsets = edges[:-1] - begin
+        spans = np.stack([offsets, np.diff(edges)], 1) / 1000  # (N, 2): ms since the step began, ms
         inside = (edges[1:] > begin) & (edges[:-1] < end)
+        bar = (row - 0.4, 0.8)
         for number, (name, colour) in enumerate(STATES.items()):
-            chosen = spans[inside & (found == number)].tolist()
-            axes.broken_barh(chosen, (row - 0.4, 0.8), facecolor=colour, label=None if row else name)
+            chosen = spans[inside & (state == number)].tolist()
+            # Only the first row names the colours, so that each stands once in the legend.
+            label = name if row == 0 else None
+            axes.broken_barh(chosen, bar, facecolor=colour, label=label)
     finish(axes, title="the longest step, ms", xlim=(0, (end - begin) / 1000))
     save(figure, path)
 
@@ -165,14 +246,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(description="Merge the traces of all ranks of a run, and say which rank is late.")
     parser.add_argument("folder", type=Path, help="the folder of a run with --profile ranks")
     folder = parser.parse_args(argv).folder
-    traces = sorted(map(Trace, (folder / "profile").glob(TRACE.format("*"))), key=lambda trace: trace.rank)
+    files = (folder / "profile").glob(TRACE.format("*"))
+    traces = sorted(map(Trace, files), key=attrgetter("rank"))
     if not traces:
         raise UsageError(f"{folder}: no {TRACE.format('<N>')} in its profile/: `train.py --profile ranks` writes them")
-    for rank in sorted(set(range(traces[0].world_size)) - {trace.rank for trace in traces}):
-        print(f"no trace of rank {rank}: whoever waits for it seems to communicate")
+    ranks = {trace.rank for trace in traces}
+    for rank in range(traces[0].world_size):
+        if rank not in ranks:
+            print(f"no trace of rank {rank}: whoever waits for it seems to communicate")
     align(traces)
     starts = of_ranks(traces, "start")
-    starts = starts[starts.count(axis=1) > 1]
+    is_shared = starts.count(axis=1) > 1
+    starts = starts[is_shared]
     print(summarize(traces, starts))
     draw(traces, starts.max(axis=1), folder / "profile/timeline.png")
 

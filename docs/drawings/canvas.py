@@ -30,8 +30,13 @@ RANKS = ("a", "b", "c", "d")  # the colour of a rank, or of a group of ranks
 
 
 def _rules(colours: dict[str, str]) -> str:
-    fills = "".join(f".{name}{{fill:{colour}}}" for name, colour in colours.items() if name not in ("ink", "line"))
-    ink, line = colours["ink"], colours["line"]
+    """The rules of a theme. Ink and line colour strokes and words, all others fill what has their class."""
+    ink = colours["ink"]
+    line = colours["line"]
+    fills = ""
+    for name, colour in colours.items():
+        if name not in ("ink", "line"):
+            fills += f".{name}{{fill:{colour}}}"
     return f"text{{fill:{ink}}}.edge{{stroke:{line}}}.arrow{{stroke:{ink}}}.tip{{fill:{ink}}}.none{{fill:none}}{fills}"
 
 
@@ -42,7 +47,9 @@ class Drawing:
     """
 
     def __init__(self, width: int, height: int, title: str) -> None:
-        self.width, self.height, self.title = width, height, title
+        self.width = width
+        self.height = height
+        self.title = title
         self.parts: list[str] = []
 
     def box(
@@ -57,9 +64,11 @@ class Drawing:
     def words(self, x: float, y: float, words: str, anchor: str = "start", size: int = 13, bold: bool = False) -> None:
         """Lines of words, in the middle of which y lies; anchor: start, middle or end."""
         lines = words.split("\n") if words else []
+        middle = (len(lines) - 1) / 2
+        weight = ' font-weight="600"' if bold else ""
         for i, line in enumerate(lines):
-            at = y + size * 0.35 + (i - (len(lines) - 1) / 2) * size * 1.25
-            weight = ' font-weight="600"' if bold else ""
+            # SVG places words by their baseline, which lies about a third of their size below the middle.
+            at = y + size * 0.35 + (i - middle) * size * 1.25
             self.parts.append(
                 f'<text x="{x:g}" y="{at:.1f}" text-anchor="{anchor}" font-size="{size}"{weight}>{escape(line)}</text>'
             )
@@ -71,7 +80,8 @@ class Drawing:
         start = ' marker-start="url(#tip)"' if both else ""
         self.parts.append(f'<path class="none arrow" d="{path}"{dash}{start} marker-end="url(#tip)"/>')
         if words:
-            (x0, y0), (x1, y1) = points[0], points[-1]
+            x0, y0 = points[0]
+            x1, y1 = points[-1]
             self.words((x0 + x1) / 2, (y0 + y1) / 2 - 9, words, "middle", 12)
 
     def line(self, *points: tuple[float, float], dashed: bool = False) -> None:

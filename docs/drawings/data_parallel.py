@@ -10,8 +10,11 @@ def ddp_buckets() -> Drawing:
     )
     blocks = [(k * 110, 110, f"block {6 - k}", "a") for k in range(6)]
     d.row(110, 40, "backward", blocks)
-    buckets = [(220, 150, "bucket 1: blocks 6, 5", "talk"), (440, 150, "bucket 2: 4, 3", "talk"), (660, 0, "", "talk")]
-    d.row(110, 90, "all-reduce", [buckets[0], buckets[1]])
+    hidden_buckets = [
+        (220, 150, "bucket 1: blocks 6, 5", "talk"),
+        (440, 150, "bucket 2: 4, 3", "talk"),
+    ]
+    d.row(110, 90, "all-reduce", hidden_buckets)
     d.box(770, 90, 14, 26, "", "talk")
     for x in (330, 550, 770):
         d.line((x, 66), (x, 90), dashed=True)
@@ -34,13 +37,20 @@ def zero_stages() -> Drawing:
     ]
     unit = 130.0  # points for 4P bytes
     for k, (name, sizes, remark) in enumerate(strategies):
-        x, y = 90.0, 36 + k * 46
+        y = 36 + k * 46
         d.words(78, y + 15, name, "end", bold=True)
+        x = 90.0
         for size, fill, words in zip(sizes, ("a", "b", "c"), ("4P", "4P", "8P"), strict=True):
-            part = size / (2 if words == "8P" else 1)
-            share = {1: words, 0.5: f"{words}/2", 0.25: f"{words}/4", 1.25: "4P + 4P/4"}[part]
-            d.box(x, y, size * unit, 30, share, fill, 12)
-            x += size * unit
+            whole = 2 if words == "8P" else 1
+            shares = {
+                1: words,
+                0.5: f"{words}/2",
+                0.25: f"{words}/4",
+                1.25: "4P + 4P/4",
+            }
+            width = size * unit
+            d.box(x, y, width, 30, shares[size / whole], fill, 12)
+            x += width
         d.words(x + 10, y + 15, remark, size=12)
     d.legend(90, 272, [("a", "parameters"), ("b", "gradients"), ("c", "two moments of Adam")], 150)
     return d
@@ -51,17 +61,33 @@ def fsdp_units() -> Drawing:
     d = Drawing(
         800, 270, "Fully sharded data parallelism gathers each unit before it computes, and frees it afterwards"
     )
-    w = 70.0
+    width = 70.0  # of the computation of a unit
+    sends = 0.6 * width
     order = [1, 2, 3, 4, 4, 3, 2, 1]
-    begins = [(0.6 + k + 0.6 * (k > 3)) * w for k in range(8)]  # the backward pass begins with a gather it waits for
-    d.row(100, 76, "compute", [(x, w, f"{'fwd' if k < 4 else 'bwd'} {order[k]}", "a") for k, x in enumerate(begins)])
-    gathers = [0.0, *begins[:3], begins[4] - 0.6 * w, *begins[4:7]]  # each beside the computation of the one before
-    d.row(100, 40, "gather", [(x, 0.6 * w, f"{order[k]}", "talk") for k, x in enumerate(gathers)])
-    d.row(100, 112, "reduce", [(begins[k] + w, 0.6 * w, f"{order[k]}", "b") for k in range(4, 8)])
+    last_forward = 3
+    begins = []
+    for k in range(8):
+        # The first gather of either pass is waited for. All others run beside the computation of the unit before.
+        waited = 1.2 if k > last_forward else 0.6
+        begins.append((k + waited) * width)
+
+    computes = []
+    for k, x in enumerate(begins):
+        words = f"bwd {order[k]}" if k > last_forward else f"fwd {order[k]}"
+        computes.append((x, width, words, "a"))
+    d.row(100, 76, "compute", computes)
+    gather_begins = [0.0, *begins[:3], begins[4] - sends, *begins[4:7]]
+    gathers = [(x, sends, f"{order[k]}", "talk") for k, x in enumerate(gather_begins)]
+    d.row(100, 40, "gather", gathers)
+    reduces = [(begins[k] + width, sends, f"{order[k]}", "b") for k in range(4, 8)]
+    d.row(100, 112, "reduce", reduces)
     d.words(90, 182, "whole\nunits held", "end")
     for k, x in enumerate(begins):
-        for level in range(1 if k in (3, 7) else 2):
-            d.box(100 + x, 200 - 22 * (level + 1), w, 22, "", "c")
+        # The last unit of either pass has no next one that would be gathered beside it.
+        held = 1 if k in (3, 7) else 2
+        for level in range(held):
+            y = 200 - 22 * (level + 1)
+            d.box(100 + x, y, width, 22, "", "c")
     d.words(100, 222, "beside them, all the time: 1/N of every parameter, gradient and moment", size=12)
     entries = [("talk", "all-gather"), ("a", "computes"), ("b", "reduce-scatter"), ("c", "a gathered unit")]
     d.legend(100, 244, entries, 150)
@@ -78,9 +104,11 @@ def mesh() -> Drawing:
         d.box(110, y - 16, 480, 72, "", "wait")
         d.words(100, y + 20, f"node {node}", "end", bold=True)
         for local in range(4):
-            d.box(130 + local * 115, y, 90, 40, f"rank {node * 4 + local}", RANKS[local])
+            x = 130 + local * 115
+            rank = node * 4 + local
+            d.box(x, y, 90, 40, f"rank {rank}", RANKS[local])
             if local < 3:
-                d.arrow((222 + local * 115, y + 20), (243 + local * 115, y + 20), both=True)
+                d.arrow((x + 92, y + 20), (x + 113, y + 20), both=True)
     for local in range(4):
         x = 175 + local * 115
         d.arrow((x, 102), (x, 148), both=True, dashed=True)

@@ -11,6 +11,8 @@ def halo() -> Drawing:
     d.words(130, 24, "one image, three bands", "middle", bold=True)
     for k in range(3):
         d.box(50, 46 + k * 76, 160, 76, f"rank {k}", RANKS[k])
+
+    # The band of rank 1 with a row of either neighbour.
     d.words(520, 24, "what rank 1 computes on", "middle", bold=True)
     d.box(400, 70, 240, 24, "last row of rank 0", "a", 12)
     d.box(400, 94, 240, 96, "own rows", "b")
@@ -39,10 +41,14 @@ def tiles() -> Drawing:
     d.words(170, 24, "2 x 2 tiles", "middle", bold=True)
     for row in range(2):
         for column in range(2):
-            k = 2 * row + column
-            d.box(50 + column * 120, 50 + row * 100, 120, 100, f"rank {k}", RANKS[k])
+            rank = 2 * row + column
+            x = 50 + column * 120
+            y = 50 + row * 100
+            d.box(x, y, 120, 100, f"rank {rank}", RANKS[rank])
     d.arrow((44, 268), (296, 268), both=True)
     d.words(170, 282, "longitude: the first and the last column are neighbours", "middle", 12)
+
+    # The tile of rank 0 with its halo: columns on both sides, rows below, and corners.
     d.words(490, 24, "what rank 0 computes on", "middle", bold=True)
     d.box(400, 60, 24, 110, "", "b")
     d.box(424, 60, 130, 110, "own points", "a")

@@ -11,7 +11,8 @@ def column_row() -> Drawing:
     d.words(505, 24, "fc2: input features split", "middle")
     d.words(735, 24, "y, whole", "middle")
     for k in range(2):
-        y, fill = 50 + k * 110, RANKS[k]
+        y = 50 + k * 110
+        fill = RANKS[k]
         d.words(24, y + 40, f"{k}", "middle", 15, bold=True)
         d.box(45, y + 10, 40, 60, "x", fill)
         d.arrow((90, y + 40), (196, y + 40))
@@ -58,12 +59,11 @@ def sequence_parallel() -> Drawing:
         d.box(x, 60, width, 70, words, fill, 12)
         x += width + 6
     d.words(400, 28, "one block of the transformer, on each of t ranks", "middle", bold=True)
-    d.legend(
-        60,
-        160,
-        [("a", "1/t of the tokens, all features"), ("c", "all tokens, 1/t of the heads or hidden features")],
-        270,
-    )
+    split = [
+        ("a", "1/t of the tokens, all features"),
+        ("c", "all tokens, 1/t of the heads or hidden features"),
+    ]
+    d.legend(60, 160, split, 270)
     d.legend(60, 186, [("talk", "messages: the same bytes as two all-reduces, which these are the halves of")])
     d.words(60, 218, "Without it, the blue parts hold all tokens on every rank.", size=12)
     return d
@@ -87,37 +87,51 @@ def ring_attention() -> Drawing:
         d.words(495, 88 + rank * 40, f"q{rank}", "end", 13)
         for step in range(4):
             block = (rank - step) % 4
-            d.box(510 + step * 65, 72 + rank * 40, 60, 32, f"k{block}", RANKS[block])
+            x = 510 + step * 65
+            d.box(x, 72 + rank * 40, 60, 32, f"k{block}", RANKS[block])
     d.words(635, 252, "exchange under compute; parts are merged by\ntheir log-sum-exp: exact attention", "middle", 12)
     return d
 
 
+def _order(stage: int, stages: int, batches: int, one_forward_one_backward: bool) -> list[tuple[str, int]]:
+    """What a stage does, one thing after another: ("F" or "B", micro-batch)."""
+    # 1f1b makes only as many forward passes ahead as later stages need to be busy.
+    ahead = min(stages - stage, batches) if one_forward_one_backward else batches
+    order = [("F", batch) for batch in range(ahead)]
+    for batch in range(batches):
+        order.append(("B", batch))
+        if ahead + batch < batches:
+            order.append(("F", ahead + batch))
+    return order
+
+
 def _schedule(stages: int, batches: int, one_forward_one_backward: bool) -> list[list[tuple[int, str, int]]]:
     """Slots of each stage: (time, "F" or "B", micro-batch). A forward takes one slot, a backward two."""
-    done: dict[tuple[str, int, int], int] = {}  # when stage s has done this
+    orders = [_order(stage, stages, batches, one_forward_one_backward) for stage in range(stages)]
     slots: list[list[tuple[int, str, int]]] = [[] for _ in range(stages)]
-    orders = []
-    for s in range(stages):
-        ahead = min(stages - s, batches) if one_forward_one_backward else batches
-        order = [("F", m) for m in range(ahead)]
-        for m in range(batches):
-            order.append(("B", m))
-            if ahead + m < batches:
-                order.append(("F", ahead + m))
-        orders.append(order)
-    free = [0] * stages
+    done: dict[tuple[str, int, int], int] = {}  # when a stage has done this
+    free = [0] * stages  # when each stage has done all that it has begun
     while any(orders):
-        for s in range(stages):
-            while orders[s]:
-                kind, m = orders[s][0]
-                before = (kind, s - 1, m) if kind == "F" else (kind, s + 1, m)
-                first = s == 0 if kind == "F" else s == stages - 1
-                if not first and before not in done:
+        for stage, order in enumerate(orders):
+            # A stage goes on until it needs what its neighbour has not done yet.
+            while order:
+                kind, batch = order[0]
+                if kind == "F":
+                    begins = stage == 0
+                    needed = (kind, stage - 1, batch)
+                    length = 1
+                else:
+                    begins = stage == stages - 1
+                    needed = (kind, stage + 1, batch)
+                    length = 2
+                if not begins and needed not in done:
                     break
-                start = max(free[s], 0 if first else done[before])
-                slots[s].append((start, kind, m))
-                free[s] = done[kind, s, m] = start + (1 if kind == "F" else 2)
-                orders[s].pop(0)
+                start = free[stage] if begins else max(free[stage], done[needed])
+                end = start + length
+                slots[stage].append((start, kind, batch))
+                done[kind, stage, batch] = end
+                free[stage] = end
+                order.pop(0)
     return slots
 
 
@@ -125,24 +139,22 @@ def pipeline() -> Drawing:
     """Two schedules of four micro-batches over three stages."""
     d = Drawing(800, 330, "Two pipeline schedules of four micro-batches over three stages")
     width = 34
-    for k, (name, interleave) in enumerate(
-        (("gpipe: all forward, then all backward", False), ("1f1b: one forward, one backward", True))
-    ):
+    names = ("gpipe: all forward, then all backward", "1f1b: one forward, one backward")
+    for k, name in enumerate(names):
         top = 44 + k * 142
         d.words(90, top - 18, name, bold=True)
-        for s, slots in enumerate(_schedule(3, 4, interleave)):
-            y = top + s * 32
+        schedule = _schedule(3, 4, one_forward_one_backward=k == 1)
+        for stage, slots in enumerate(schedule):
+            y = top + stage * 32
             d.box(90, y, 18 * width, 28, "", "wait")
-            d.row(
-                90,
-                y,
-                f"stage {s}",
-                [
-                    (t * width, width if kind == "F" else 2 * width, f"{m + 1}", "a" if kind == "F" else "c")
-                    for t, kind, m in slots
-                ],
-                28,
-            )
+            spans = []
+            for time, kind, batch in slots:
+                words = f"{batch + 1}"
+                if kind == "F":
+                    spans.append((time * width, width, words, "a"))
+                else:
+                    spans.append((time * width, 2 * width, words, "c"))
+            d.row(90, y, f"stage {stage}", spans, 28)
     d.legend(90, 306, [("a", "forward"), ("c", "backward, twice as long"), ("wait", "waits: the bubble")], 190)
     d.words(790, 313, "1f1b keeps fewer activations", "end", 12)
     return d

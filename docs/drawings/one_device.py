@@ -1,6 +1,10 @@
 """Drawings of the ladder as a whole, and of rung 1."""
 
+from collections.abc import Sequence
+
 from docs.drawings.canvas import RANKS, Drawing
+
+Span = tuple[float, float, str, str]  # start, length, words, fill
 
 
 def ladder() -> Drawing:
@@ -32,7 +36,8 @@ def _images(d: Drawing, x: float, rung: int) -> None:
             d.box(left, 62, 34, 17, "", "a")
             d.box(left, 79, 34, 17, "", "b")
         else:
-            d.box(left, 62, 34, 34, "", "b" if rung == 1 and k > 1 else "a")
+            is_of_second = rung == 1 and k > 1
+            d.box(left, 62, 34, 34, "", "b" if is_of_second else "a")
     if rung == 2:
         d.words(x + 96, 112, "read by both", size=11)
     d.arrow((x + 85, 102), (x + 85, 122))
@@ -53,24 +58,32 @@ def step_time() -> Drawing:
     """Where the time of a step goes, and what reading ahead changes."""
     d = Drawing(800, 270, "Time of a training step, without and with a thread that reads ahead")
     d.words(20, 20, "Without reading ahead: the device waits for each batch", bold=True)
-    work = [(70, 60, "forward", "a"), (130, 100, "backward", "a"), (230, 50, "update", "c")]
-    one = [(0, 70, "read", "b"), *work]
-    d.row(
-        120, 40, "device", [(s + 280 * k, n, w, "wait" if w == "read" else f) for k in range(2) for s, n, w, f in one]
-    )
-    d.row(120, 72, "reader", [(280 * k, 70, "read", "b") for k in range(2)])
+    work: list[Span] = [
+        (70, 60, "forward", "a"),
+        (130, 100, "backward", "a"),
+        (230, 50, "update", "c"),
+    ]
+    waits: Span = (0, 70, "read", "wait")
+    first_step = [waits, *work]
+    # Without: two whole steps, each of which waits while its batch is read.
+    d.row(120, 40, "device", [*first_step, *_later(first_step, 280)])
+    read: Span = (0, 70, "read", "b")
+    d.row(120, 72, "reader", [read, *_later([read], 280)])
+
     d.words(20, 130, "With reading ahead: the next batch is read while this one is used", bold=True)
-    d.row(
-        120,
-        150,
-        "device",
-        [(0, 70, "read", "wait"), *[(s + 210 * k, n, w, f) for k in range(2) for s, n, w, f in work]],
-    )
-    d.row(120, 182, "reader", [(90 * k, 70, f"read {k + 1}", "b") for k in range(5)])
+    # With: only the first batch is waited for.
+    d.row(120, 150, "device", [waits, *work, *_later(work, 210)])
+    reads = [(90 * k, 70, f"read {k + 1}", "b") for k in range(5)]
+    d.row(120, 182, "reader", reads)
     d.arrow((120, 232), (780, 232))
     d.words(780, 247, "time", "end", 12)
     d.legend(120, 242, [("a", "computes"), ("c", "updates"), ("b", "reads"), ("wait", "waits")], 110)
     return d
+
+
+def _later(spans: Sequence[Span], time: float) -> list[Span]:
+    """The same spans, so much later."""
+    return [(start + time, length, words, fill) for start, length, words, fill in spans]
 
 
 def buffers() -> Drawing:
@@ -93,12 +106,14 @@ def buffers() -> Drawing:
 def rollout() -> Drawing:
     """Several steps of a forecast in one step of training."""
     d = Drawing(800, 220, "Training over three steps of a forecast: each prediction is the next input")
+    d.box(40, 40, 90, 40, "x0, read", "c")
     for k in range(4):
         x = 40 + k * 205
-        d.box(x, 40, 90, 40, "x0, read" if k == 0 else f"forecast {k}", "c" if k == 0 else "a")
+        if k > 0:
+            d.box(x, 40, 90, 40, f"forecast {k}", "a")
         if k < 3:
             d.arrow((x + 92, 60), (x + 203, 60), words="model")
-        if k:
+        if k > 0:
             d.box(x, 140, 90, 34, f"x{k}, read", "c")
             d.arrow((x + 45, 138), (x + 45, 84), both=True)
             d.words(x + 54, 112, f"loss {k}", size=12)

@@ -9,6 +9,7 @@ weights, the statistics of the data have to be Aurora's (aurora.normalisation).
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from itertools import chain
 from math import tau
 from typing import Any
 
@@ -47,57 +48,92 @@ class Forecaster(nn.Module):
         **sizes: Any,
     ):
         super().__init__()
-        self.channels, self.levels, self.patch_size, self.static_vars = channels, levels, patch_size, static_vars
+        self.channels = channels
+        self.levels = levels
+        self.patch_size = patch_size
+        self.static_vars = static_vars
         self.dated = dated
-        self.at_levels = {name: [channels.index(f"{name}{level}") for level in levels] for name in atmos_vars}
-        atmospheric = {index for indices in self.at_levels.values() for index in indices}
+
+        # Channels of each variable: one for each level, or one at the surface.
+        self.at_levels: dict[str, list[int]] = {}
+        for name in atmos_vars:
+            self.at_levels[name] = [channels.index(f"{name}{level}") for level in levels]
+        atmospheric = set(chain(*self.at_levels.values()))
         self.at_surface = {name: i for i, name in enumerate(channels) if i not in atmospheric}
+
+        # The grid begins at the north pole and has no row at the south pole.
         height, width = img_size
-        self.register_buffer("latitude", torch.linspace(90, -90, height + 1)[:height], persistent=False)
-        self.register_buffer("longitude", torch.arange(width) * (360 / width), persistent=False)
+        latitude = torch.linspace(90, -90, height + 1)[:height]
+        longitude = torch.arange(width) * (360 / width)
+        self.register_buffer("latitude", latitude, persistent=False)
+        self.register_buffer("longitude", longitude, persistent=False)
+
+        # YAML has lists where Aurora takes tuples.
+        for key, size in sizes.items():
+            if isinstance(size, list):
+                sizes[key] = tuple(size)
         with NumbersOnHost():
             self.aurora = NormalisedAurora(
-                surf_vars=tuple(self.at_surface), static_vars=tuple(static_vars) or ("lsm",), patch_size=patch_size,
-                atmos_vars=tuple(atmos_vars), embed_dim=embed_dim, num_heads=num_heads,
-                **{key: tuple(size) if isinstance(size, list) else size for key, size in sizes.items()},
-            )  # fmt: skip
+                surf_vars=tuple(self.at_surface),
+                static_vars=tuple(static_vars) or ("lsm",),
+                patch_size=patch_size,
+                atmos_vars=tuple(atmos_vars),
+                embed_dim=embed_dim,
+                num_heads=num_heads,
+                **sizes,
+            )
 
     @property
     def blocks(self) -> nn.ModuleList:
         """Blocks of the Swin transformer: the units of fsdp and of recomputation."""
-        layers = *self.aurora.backbone.encoder_layers, *self.aurora.backbone.decoder_layers
-        return nn.ModuleList(block for layer in layers for block in layer.blocks)
+        backbone = self.aurora.backbone
+        blocks = nn.ModuleList()
+        for layer in (*backbone.encoder_layers, *backbone.decoder_layers):
+            blocks.extend(layer.blocks)
+        return blocks
 
     def forward(self, x: Tensor) -> Tensor:
         """x: the present frame, the earlier ones, the static fields, and cosine and sine of the time of the year."""
-        count, fixed = len(self.channels), len(self.static_vars)
+        # Frames of C channels each, then static fields, then two channels of the time of the year.
+        count = len(self.channels)
         end = x.shape[1] - 2 * self.dated
-        frames = [x[:, i : i + count] for i in range(0, end - fixed, count)]
+        first_static = end - len(self.static_vars)
+        frames = [x[:, i : i + count] for i in range(0, first_static, count)]
         history = torch.stack(frames[::-1], 1)  # (B, T, C, H, W), the oldest first
-        fields = x[0, end - fixed : end]
-        statics = dict(zip(self.static_vars, fields, strict=True)) or {"lsm": torch.zeros_like(x[0, 0])}
-        batch = aurora.Batch(
-            surf_vars={name: history[:, :, i] for name, i in self.at_surface.items()},
-            static_vars=statics,
-            atmos_vars={
-                name: torch.stack([history[:, :, i] for i in indices], 2) for name, indices in self.at_levels.items()
-            },
-            metadata=None,
-        )
+        fields = x[0, first_static:end]  # (statics, H, W), the same in every sample
+        statics = dict(zip(self.static_vars, fields, strict=True))
+        if not statics:
+            statics = {"lsm": torch.zeros_like(x[0, 0])}
+
+        surface = {name: history[:, :, i] for name, i in self.at_surface.items()}  # (B, T, H, W) each
+        atmosphere = {}
+        for name, indices in self.at_levels.items():
+            levels = [history[:, :, i] for i in indices]
+            atmosphere[name] = torch.stack(levels, 2)  # (B, T, levels, H, W)
+        batch = aurora.Batch(surface, statics, atmosphere, metadata=None)
         with ChecksHold():
-            dates = tuple(map(date_of, x[:, end:].amax((2, 3)))) if self.dated else (NEW_YEAR,) * len(x)
+            dates = (NEW_YEAR,) * len(x)
+            if self.dated:
+                times = x[:, end:].amax((2, 3))  # (B, 2), the same at every point
+                dates = tuple(map(date_of, times))
             metadata = aurora.Metadata(self.latitude, self.longitude, dates, tuple(self.levels))
             answer = self.aurora(replace(batch, metadata=metadata))
+
+        # The answer has one frame of every variable.
         of_channel = {i: answer.surf_vars[name][:, 0] for name, i in self.at_surface.items()}
         for name, indices in self.at_levels.items():
-            of_channel |= {index: answer.atmos_vars[name][:, 0, level] for level, index in enumerate(indices)}
+            variable = answer.atmos_vars[name][:, 0]  # (B, levels, H, W)
+            for level, index in enumerate(indices):
+                of_channel[index] = variable[:, level]
         return torch.stack([of_channel[i] for i in range(count)], 1)
 
 
 def date_of(time: Tensor) -> datetime:
     """The full hour at a time of the year, of which (cosine, sine) are given."""
     cosine, sine = time
-    return NEW_YEAR + timedelta(hours=round(float(torch.atan2(sine, cosine)) / tau % 1 * HOURS))
+    angle = float(torch.atan2(sine, cosine))
+    hours = round(angle / tau % 1 * HOURS)
+    return NEW_YEAR + timedelta(hours=hours)
 
 
 class NormalisedBatch(aurora.Batch):

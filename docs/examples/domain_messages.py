@@ -21,13 +21,16 @@ CPU = torch.device("cpu")
 
 def main() -> None:
     """Print a table: method of attention, messages of the forward pass, of the backward pass."""
-    rows, own = [], SCRIPTS["train_shard.py"]
+    script = SCRIPTS["train_shard.py"]
+    rows = []
     for method in METHODS:
         words = [*sys.argv[1:], f"--domain_method={method}"]
-        config = load_config(words, __doc__, comm.world_size(), own.yaml_config, own.splits)
+        config = load_config(words, __doc__, comm.world_size(), script.yaml_config, script.splits)
         comm.build_mesh(CPU, config.layout(comm.world_size()))
         messages = counted(config)
-        rows.append([method, in_words(messages["forward"]), in_words(messages["backward"])])
+        forward = in_words(messages["forward"])
+        backward = in_words(messages["backward"])
+        rows.append([method, forward, backward])
     if comm.rank() == 0:
         print(format_table(dict.fromkeys(("method", "forward", "backward"), ""), rows))
 
@@ -43,7 +46,10 @@ def counted(config: Config) -> Messages:
 
 def in_words(messages: dict[str, tuple[float, float]]) -> str:
     """Calls and bytes by kind: '4 all_gather of 98,304 bytes, ...'."""
-    return ", ".join(f"{calls} {kind} of {size:,} bytes" for kind, (calls, size) in sorted(messages.items()))
+    texts = []
+    for kind, (calls, size) in sorted(messages.items()):
+        texts.append(f"{calls} {kind} of {size:,} bytes")
+    return ", ".join(texts)
 
 
 if __name__ == "__main__":

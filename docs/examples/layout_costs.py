@@ -9,8 +9,13 @@ from tools.tables import format_table
 
 CONFIGS = ("mp", "mp_patch4")  # 4,050 and 16,200 tokens
 LAYOUTS = (
-    "tp4", "tp4,sequence_parallel", "cp4", "cp4,cp_method=ring", "cp4,cp_method=all_to_all", "cp4,data_parallel=fsdp",
-)  # fmt: skip
+    "tp4",
+    "tp4,sequence_parallel",
+    "cp4",
+    "cp4,cp_method=ring",
+    "cp4,cp_method=all_to_all",
+    "cp4,data_parallel=fsdp",
+)
 STATES = ("parameters", "gradients", "optimizer")
 GIB = 2**30
 
@@ -25,7 +30,8 @@ def main() -> None:
             sent = {"forward": 0.0, "backward": 0.0}
             for message, calls in trace.messages.items():
                 sent[message.phase] += calls * message.sent
-            figures = sum(trace.held[state] for state in STATES), trace.held["activations"], *sent.values()
+            states = sum(trace.held[state] for state in STATES)
+            figures = (states, trace.held["activations"], *sent.values())
             rows.append([f"{name}: {case.name}", *(figure / GIB for figure in figures)])
     columns = ("weights x 16", "activations", "sent forward", "sent backward, gradients included")
     print(format_table({"GiB of a rank": "", **dict.fromkeys(columns, ".2f")}, rows))

@@ -12,9 +12,14 @@ BATCHES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 
 def main() -> None:
     """Print a table: config, peak learning rate."""
-    rates = [peak_learning_rate(load_config([f"--config=bs{size}_opt"])) for size in BATCHES]
-    names = [f"bs{size}_opt" for size in BATCHES]
-    print(format_table({"config": "", **dict.fromkeys(names, ".6f")}, [["peak lr", *rates]]))
+    columns = {"config": ""}
+    rates = []
+    for size in BATCHES:
+        name = f"bs{size}_opt"
+        config = load_config([f"--config={name}"])
+        rates.append(peak_learning_rate(config))
+        columns[name] = ".6f"
+    print(format_table(columns, [["peak lr", *rates]]))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ def main() -> None:
     count = torch.cuda.device_count()
     parser = ArgumentParser(description="Two older ways to use several devices from one process.")
     parser.add_argument("--devices", nargs="+", metavar="DEVICE", help="where the layers go, in this order")
-    parser.set_defaults(devices=[f"cuda:{i}" for i in range(count)] if count > 1 else ["cpu", "cpu"])
+    gpus = [f"cuda:{i}" for i in range(count)]
+    parser.set_defaults(devices=gpus if count > 1 else ["cpu", "cpu"])
     devices = [select_device(name) for name in parser.parse_args().devices]
 
     torch.manual_seed(0)
@@ -40,12 +41,14 @@ def whole_model_on_every_gpu(model: nn.Module, x: Tensor, expected: Tensor) -> N
     """
     count = torch.cuda.device_count()
     if count:
+        how = f"over {count} GPU(s)"
         found = nn.DataParallel(model.cuda())(x.cuda()).detach().cpu()
         model.cpu()
     else:
+        how = "finds no GPU and calls the model as it is"
         found = nn.DataParallel(model)(x).detach()
-    how = f"over {count} GPU(s)" if count else "finds no GPU and calls the model as it is"
-    print(f"DataParallel {how}: same output {torch.allclose(found, expected, atol=1e-3)}")
+    same = torch.allclose(found, expected, atol=1e-3)
+    print(f"DataParallel {how}: same output {same}")
 
 
 def layers_placed_by_hand(model: ViT, x: Tensor, expected: Tensor, devices: Sequence[torch.device]) -> None:
@@ -61,13 +64,18 @@ def layers_placed_by_hand(model: ViT, x: Tensor, expected: Tensor, devices: Sequ
         block.to(devices[i])
     model.norm.to(devices[-1])
     model.head.to(devices[-1])
-    layers = [
-        (0, lambda x: model.pos_embed(model.patch_embed(x))),
-        *zip(place, model.blocks, strict=True),
-        (len(devices) - 1, lambda x: model.head(model.norm(x))),
-    ]
+
+    def embed(x: Tensor) -> Tensor:
+        return model.pos_embed(model.patch_embed(x))
+
+    def head(x: Tensor) -> Tensor:
+        return model.head(model.norm(x))
+
+    last = len(devices) - 1
+    layers = [(0, embed), *zip(place, model.blocks, strict=True), (last, head)]
     for _ in range(3):  # the last time counts
-        busy, y = [0.0] * len(devices), x
+        busy = [0.0] * len(devices)
+        y = x
         begin = time.perf_counter()
         for i, layer in layers:
             y = y.to(devices[i])

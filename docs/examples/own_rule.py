@@ -22,10 +22,13 @@ def ihfft(
     """Along a whole dimension each rank transforms its own rows; a split one is gathered first."""
     if n is not None:
         raise no_rule(func, (input,), {}, "n= is not supported")
-    x, dim = sum_partial(input), dim % len(input.spec.dims)
+    x = sum_partial(input)
+    dim = dim % len(x.spec.dims)
     if x.spec.is_split(dim):
-        x = redistribute(x, [Replicate() if p == Shard(dim) else p for p in x.spec.placements])
-    part, waves = local(x), x.spec.shape[dim] // 2 + 1
+        placements = [Replicate() if p == Shard(dim) else p for p in x.spec.placements]
+        x = redistribute(x, placements)
+    part = local(x)
+    waves = x.spec.shape[dim] // 2 + 1
     out = part.narrow(dim, 0, waves).to(part.dtype.to_complex())
     if part.numel():  # a rank may have no rows, and not every library takes that
         out = func(part, dim=dim, norm=norm)
@@ -38,7 +41,8 @@ def power_spectrum(x: Tensor) -> Tensor:
 
 
 SHAPE = (2, 3, 7, 10)
-CASES: dict[str, tuple[Placement, tuple[int, ...] | None]] = {  # how two ranks split an image, sizes of their parts
+# How two ranks split an image, and the sizes of their parts; None for equal ones.
+CASES: dict[str, tuple[Placement, tuple[int, ...] | None]] = {
     "latitude in rows of 4 and 3": (Shard(2), None),
     "all rows on rank 0": (Shard(2), (7, 0)),
     "longitude split": (Shard(3), None),
@@ -49,12 +53,18 @@ CASES: dict[str, tuple[Placement, tuple[int, ...] | None]] = {  # how two ranks 
 
 def check(mesh: DeviceMesh, placement: Placement, sizes: tuple[int, ...] | None) -> dict[str, int]:
     """Compare output and gradient with those of the whole tensor; returns how often a forward pass sends."""
-    whole = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    split = scatter_tensor(whole.detach(), 0, mesh, [placement], {0: sizes} if sizes else None).requires_grad_()
-    expected, found = power_spectrum(whole), power_spectrum(split)
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(SHAPE, generator=generator, requires_grad=True)
+    sizes_of_parts = {0: sizes} if sizes else None
+    split = scatter_tensor(whole.detach(), 0, mesh, [placement], sizes_of_parts).requires_grad_()
+    expected = power_spectrum(whole)
+    found = power_spectrum(split)
     assert isinstance(found, ShardTensor)
     torch.testing.assert_close(found.full_tensor(), expected)
-    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+
+    # A gradient of ones would hide that elements are in another order.
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(expected.shape, generator=generator)
     (expected * weight).sum().backward()
     (found * weight).sum().backward()
     assert isinstance(split.grad, ShardTensor)

@@ -21,7 +21,8 @@ from training.telemetry import Telemetry
 from training.timing import PHASES, PhaseTimes
 from utils.config import load_config
 
-STEPS, TIMES = 10, 200
+STEPS = 10  # of an interval
+TIMES = 200  # that a part is called
 
 
 def cpu_seconds(function: Callable[[], object], times: int = 1) -> float:
@@ -34,10 +35,12 @@ def cpu_seconds(function: Callable[[], object], times: int = 1) -> float:
 
 def main(pairs: int, folder: Path) -> None:
     """Print the ratio of intervals, and the parts."""
-    config, cpu = load_config(["--config=quick", "--device=cpu"]), torch.device("cpu")
+    config = load_config(["--config=quick", "--device=cpu"])
+    cpu = torch.device("cpu")
     step = build_step(config, cpu)
     batch = random_batch(step.task, cpu)
-    telemetry, loggers = Telemetry(config, step), Loggers()
+    telemetry = Telemetry(config, step)
+    loggers = Loggers()
     loggers.add(TensorBoard, folder, 1, {})
     loggers.add(MetricsFile, folder, 0, "cpu")
 
@@ -46,7 +49,8 @@ def main(pairs: int, folder: Path) -> None:
         loggers.log(reading, STEPS)
 
     def interval(told: bool) -> None:
-        PhaseTimes.current, losses = telemetry.times if told else None, []
+        PhaseTimes.current = telemetry.times if told else None
+        losses = []
         telemetry.clock.start()
         for number in range(STEPS):
             output = step(number, *batch, log_norm=told and number == STEPS - 1)
@@ -56,7 +60,8 @@ def main(pairs: int, folder: Path) -> None:
         if told:
             read()
         else:
-            loggers.log({"Loss/train": torch.stack(losses).tolist()[-1]}, STEPS)
+            *_, last = torch.stack(losses).tolist()
+            loggers.log({"Loss/train": last}, STEPS)
 
     def only_read() -> None:
         telemetry.losses = [torch.tensor(1.0)] * STEPS
@@ -67,21 +72,36 @@ def main(pairs: int, folder: Path) -> None:
         for name in PHASES:
             telemetry.times.stop(name, telemetry.times.start(name))
 
+    # Whole intervals in pairs. Every other pair begins with the interval that has no telemetry.
     interval(True)
-    found = []
+    ratios = []
+    seconds_of_step = []
     for pair in range(pairs):
-        turn = {told: cpu_seconds(partial(interval, told)) for told in (bool(pair % 2), not pair % 2)}
-        found.append((turn[True] / turn[False], turn[False] / STEPS))
-    low, median, high = statistics.quantiles((ratio for ratio, _ in found), n=4)
-    whole = statistics.median(seconds for _, seconds in found)
+        first = bool(pair % 2)
+        turn = {told: cpu_seconds(partial(interval, told)) for told in (first, not first)}
+        ratios.append(turn[True] / turn[False])
+        seconds_of_step.append(turn[False] / STEPS)
+    low, median, high = statistics.quantiles(ratios, n=4)
+    whole = statistics.median(seconds_of_step)
     print(f"with / without: median {median:.3f}, quartiles {low:.3f} to {high:.3f}, of {pairs} pairs")
-    parts = {"a reading": cpu_seconds(only_read, TIMES) / STEPS, "timing of phases": cpu_seconds(phases, TIMES)}
-    step.loss(step.task.predict(step.parallel, *batch), batch[1]).backward()
+
+    # The parts alone. A norm needs gradients.
+    parts = {
+        "a reading": cpu_seconds(only_read, TIMES) / STEPS,
+        "timing of phases": cpu_seconds(phases, TIMES),
+    }
+    prediction = step.task.predict(step.parallel, *batch)
+    step.loss(prediction, batch[1]).backward()
     parts["a norm"] = cpu_seconds(step.parallel.squared_norm, TIMES) / STEPS
+    print_parts(parts, whole)
+    loggers.close()
+
+
+def print_parts(parts: dict[str, float], whole: float) -> None:
+    """Print the seconds of each part and their share of a step. whole: seconds of a step."""
     for name, seconds in parts.items():
         print(f"{name}: {seconds * 1e6:.0f} us of a step of {whole * 1e3:.0f} ms")
     print(f"together: {sum(parts.values()) / whole:.2%}")
-    loggers.close()
 
 
 if __name__ == "__main__":

@@ -29,15 +29,24 @@ def write_store(source: Path, store: Path, zarr_format: int, compressed: bool) -
         reading(str(source)),
         warnings.catch_warnings(category=UserWarning, action="ignore"),  # text in format 3 has no specification yet
         xarray.open_dataset(
-            source, engine="h5netcdf", driver_kwds=WITHOUT_LOCKS, decode_times=False, mask_and_scale=False
+            source,
+            engine="h5netcdf",
+            driver_kwds=WITHOUT_LOCKS,
+            decode_times=False,
+            mask_and_scale=False,
         ) as year,
     ):
         frames, *frame = year[DATASET].shape
-        encoding = {DATASET: {"chunks": (1, *frame)} | ({} if compressed else {"compressors": None})}
+        chunks: dict[str, Any] = {"chunks": (1, *frame)}
+        if not compressed:
+            chunks["compressors"] = None
+        # A year may be larger than memory, so that it is written some frames at a time.
         step = max(1, int(CHUNK_BYTES / 4 / math.prod(frame)))
         for first in range(0, frames, step):
             some = year.isel(time=slice(first, first + step)).load().drop_encoding()
-            more: Any = {"append_dim": "time"} if first else {"mode": "w", "encoding": encoding}
+            more: Any = {"append_dim": "time"}
+            if first == 0:
+                more = {"mode": "w", "encoding": {DATASET: chunks}}
             some.to_zarr(part, zarr_format=zarr_format, consolidated=False, **more)
         part.rename(store)
 
@@ -50,8 +59,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--zarr_format", type=int, choices=(2, 3), default=2, help="(default: %(default)s)")
     parser.add_argument("--compressed", action="store_true", help="with zarr's usual compression")
     options = parser.parse_args(argv)
-    years = [path for folder in sorted(options.source.glob("*/")) for path in year_paths(folder)]
-    if not (years := [path for path in years if path.suffix != ".zarr"]):
+    years = []
+    for folder in sorted(options.source.glob("*/")):
+        years += [path for path in year_paths(folder) if path.suffix != ".zarr"]
+    if not years:
         raise UsageError(f"{options.source}: its folders hold no year files")
     for path in years:
         store = options.out / path.parent.name / f"{path.stem}.zarr"
@@ -59,8 +70,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             store.parent.mkdir(parents=True, exist_ok=True)
             write_store(path, store, options.zarr_format, options.compressed)
             print(store)
-    if (options.source / "stats").is_dir() and not (options.out / "stats").exists():
-        shutil.copytree(options.source / "stats", options.out / "stats")
+    statistics = options.source / "stats"
+    copied = options.out / "stats"
+    if statistics.is_dir() and not copied.exists():
+        shutil.copytree(statistics, copied)
 
 
 if __name__ == "__main__":

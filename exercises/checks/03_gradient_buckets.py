@@ -13,28 +13,44 @@ WORLD_SIZES = (2, 3)
 def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
     """Check `average_gradients`: means, buckets, a parameter without a gradient. Raises Wrong."""
     for _ in range(3):
-        shapes = [tuple(draw.integer(1, 6) for _ in range(draw.integer(1, 3))) for _ in range(draw.integer(8, 14))]
-        frozen = draw.integer(0, len(shapes) - 2)
-        limit = 4 * draw.integer(30, 90)
-        shapes[-2] = (limit // 4 + draw.integer(1, 9),)  # larger than a bucket
-        frozen = frozen if frozen != len(shapes) - 2 else 0
-        grads = [[draw.of(r).of(i).tensor(*shape) for i, shape in enumerate(shapes)] for r in range(size)]
+        shapes = []
+        number = draw.integer(8, 14)
+        for _ in range(number):
+            dims = draw.integer(1, 3)
+            shapes.append(tuple(draw.integer(1, 6) for _ in range(dims)))
+        # One parameter has no gradient, and one gradient is larger than a bucket.
+        large = number - 2
+        frozen = draw.integer(0, large)
+        if frozen == large:
+            frozen = 0
+        numbers_of_bucket = draw.integer(30, 90)
+        limit = 4 * numbers_of_bucket
+        shapes[large] = (numbers_of_bucket + draw.integer(1, 9),)
+        grads = []  # of each rank, a list of all parameters
+        for r in range(size):
+            of_rank = draw.of(r)
+            grads.append([of_rank.of(i).tensor(*shape) for i, shape in enumerate(shapes)])
         draw.tensor(1)
+
         parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
         for i, p in enumerate(parameters):
             p.grad = None if i == frozen else grads[rank][i].clone()
         with Recorder() as record:
             exercise.average_gradients(parameters, limit)
+
         expect(parameters[frozen].grad is None, "a parameter without a gradient has got one")
-        for i, p in enumerate(parameters):
-            if i != frozen:
-                compare(p.grad, i, [of_rank[i] for of_rank in grads], rank)
-        compare_messages(record, [g for i, g in enumerate(grads[rank]) if i != frozen][::-1], limit, size)
+        trained = [i for i in range(number) if i != frozen]
+        for i in trained:
+            parts = [of_rank[i] for of_rank in grads]
+            compare(parameters[i].grad, i, parts, rank)
+        last_to_first = [grads[rank][i] for i in reversed(trained)]
+        compare_messages(record, last_to_first, limit, size)
 
 
 def compare(grad: Tensor | None, i: int, parts: list[Tensor], rank: int) -> None:
     """grad: of parameter i, to be the mean of `parts`, the gradients of all ranks."""
-    what, mean = f"the gradient of parameter {i}", torch.stack(parts).mean(0)
+    what = f"the gradient of parameter {i}"
+    mean = torch.stack(parts).mean(0)
     grad = expect_tensor(grad, mean.shape, what)
     if same(grad, mean):
         return
@@ -51,32 +67,39 @@ def compare_messages(record: Recorder, grads: list[Tensor], limit: int, size: in
     """grads: of this rank, from the last parameter to the first."""
     others = sorted(set(record.kinds()) - {"all_reduce"})
     expect(not others, f"{' and '.join(others)} called: one all-reduce per bucket is enough")
-    buckets: list[list[Tensor]] = [[]]
-    for grad in grads:
-        if buckets[-1] and 4 * sum(g.numel() for g in [*buckets[-1], grad]) > limit:
-            buckets.append([])
-        buckets[-1].append(grad)
-    wanted, got = [4 * sum(g.numel() for g in b) for b in buckets], [4 * c.values.numel() for c in record.calls]
+    buckets = fill_buckets(grads, limit)
+    wanted = [bytes_of(bucket) for bucket in buckets]
+    got = [4 * call.values.numel() for call in record.calls]
     if len(got) == len(grads) > len(buckets):
         raise Wrong(f"{len(got)} all-reduces, one per parameter: buckets of at most {limit} bytes make {len(wanted)}")
-    over = [n for n in got if n > limit and n not in wanted]
-    expect(not over, f"a bucket of {over and over[0]} bytes, where {limit} is the limit")
-    if got != wanted and sorted(got) == sorted(buckets_of(grads[::-1], limit)):
+    for size_of_bucket in got:
+        # A gradient that is larger than a bucket is a bucket by itself.
+        is_over = size_of_bucket > limit and size_of_bucket not in wanted
+        expect(not is_over, f"a bucket of {size_of_bucket} bytes, where {limit} is the limit")
+    first_to_last = [bytes_of(bucket) for bucket in fill_buckets(grads[::-1], limit)]
+    if got != wanted and sorted(got) == sorted(first_to_last):
         raise Wrong("the first bucket holds the first layer: the backward pass makes the last layer's gradient first")
     expect(got == wanted, f"buckets of {got} bytes, from the last parameter to the first they are {wanted}")
     for call, bucket in zip(record.calls, buckets, strict=True):
-        sent, own = call.values.sort().values, torch.cat([g.flatten() for g in bucket]).sort().values
+        # Sorted, since the order within a bucket is the learner's choice. So is whether the mean is taken before.
+        sent = call.values.sort().values
+        own = torch.cat([grad.flatten() for grad in bucket]).sort().values
         expect(
             same(sent, own) or same(sent, own / size),
             "a bucket does not hold the gradients that it should: from the last parameter to the first",
         )
 
 
-def buckets_of(grads: list[Tensor], limit: int) -> list[int]:
-    """Bytes of each bucket, filled in the order of `grads`."""
-    sizes = [0]
+def fill_buckets(grads: list[Tensor], limit: int) -> list[list[Tensor]]:
+    """The buckets of at most `limit` bytes, filled in the order of `grads`."""
+    buckets: list[list[Tensor]] = [[]]
     for grad in grads:
-        if sizes[-1] and sizes[-1] + 4 * grad.numel() > limit:
-            sizes.append(0)
-        sizes[-1] += 4 * grad.numel()
-    return sizes
+        if buckets[-1] and bytes_of([*buckets[-1], grad]) > limit:
+            buckets.append([])
+        buckets[-1].append(grad)
+    return buckets
+
+
+def bytes_of(bucket: list[Tensor]) -> int:
+    """Bytes of a bucket, in float32."""
+    return 4 * sum(grad.numel() for grad in bucket)

@@ -16,7 +16,8 @@ def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
     for size in (2, 3, draw.integer(4, 7)):
         disturbed: list[bool] = []
         length = size * draw.integer(8, 20) + draw.integer(1, size - 1)
-        seed, epoch = draw.integer(0, 10**6), draw.integer(1, 50)
+        seed = draw.integer(0, 10**6)
+        epoch = draw.integer(1, 50)
 
         def samples(rank, *args, size=size, length=length, disturbed=disturbed):
             torch.manual_seed(rank)  # as that of dropout, another on every rank
@@ -33,9 +34,10 @@ def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
         )
         again = [samples(r, seed, epoch) for r in range(size)]
         expect(parts == again, "asked again for the same epoch, the order is another: a resumed run goes astray")
-        for other, why in (((seed, epoch + 1), "the next epoch"), ((seed + 1, epoch), "another seed")):
-            changed = parts != [samples(r, *other) for r in range(size)]
-            expect(changed, f"{why} has the same order: draw it from seed and epoch")
+        others = {"the next epoch": (seed, epoch + 1), "another seed": (seed + 1, epoch)}
+        for why, drawn_from in others.items():
+            other_parts = [samples(r, *drawn_from) for r in range(size)]
+            expect(parts != other_parts, f"{why} has the same order: draw it from seed and epoch")
         expect(any(part != sorted(part) for part in parts), "the order is not shuffled")
         for r, part in enumerate(parts):
             done = draw.integer(1, len(part) - 1)
@@ -50,14 +52,17 @@ def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
 def compare_ranks(parts: list[list[int]], size: int, length: int) -> None:
     """parts: samples of each rank; all of them once, shared out evenly."""
     counts = Counter(chain(*parts))
-    outside = sorted(set(counts) - set(range(length)))
-    expect(not outside, f"sample {outside and outside[0]} is asked for, there are 0 to {length - 1}")
-    missing = sorted(set(range(length)) - set(counts))
-    twice = sorted(s for s, n in counts.items() if n > 1)
+    there = set(range(length))
+    outside = set(counts) - there
+    if outside:
+        raise Wrong(f"sample {min(outside)} is asked for, there are 0 to {length - 1}")
+    missing = there - set(counts)
+    twice = [sample for sample, number in counts.items() if number > 1]
     what = f"of {length} samples on {size} ranks, {len(twice)} come twice and {len(missing)} never"
     if twice and missing:
-        equal = all(set(part) == set(parts[0]) for part in parts)
-        raise Wrong(f"{what}: {'does every rank take the same part?' if equal else 'do the ranks shuffle alike?'}")
+        is_same_part = all(set(part) == set(parts[0]) for part in parts)
+        hint = "does every rank take the same part?" if is_same_part else "do the ranks shuffle alike?"
+        raise Wrong(f"{what}: {hint}")
     expect(not twice, f"{what}: was the epoch filled up to a multiple of the ranks, or is each sample on every rank?")
     expect(not missing, f"{what}: {length} is not a multiple of {size}, was the rest forgotten?")
     sizes = sorted(map(len, parts))

@@ -14,24 +14,36 @@ WORLD_SIZES = (2, 3)
 def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
     """Check `Halo` by a convolution, forward and backward. Raises Wrong."""
     for _ in range(3):
-        r, channels, width = draw.integer(1, 2), draw.integer(1, 3), draw.integer(4, 7)
+        r = draw.integer(1, 2)
+        channels = draw.integer(1, 3)
+        width = draw.integer(4, 7)
         heights = [draw.integer(2 * r, 7) for _ in range(size)]
-        image = draw.tensor(channels, sum(heights), width).requires_grad_()
-        kernel, weights = draw.tensor(2, channels, 2 * r + 1, 3), draw.tensor(2, sum(heights), width)
-        whole = F.conv2d(image, kernel, padding=(r, 1))
+        height = sum(heights)
+        image = draw.tensor(channels, height, width).requires_grad_()
+        kernel = draw.tensor(2, channels, 2 * r + 1, 3)
+        weights = draw.tensor(2, height, width)
+        whole = F.conv2d(image, kernel, padding=(r, 1))  # (2, height, width)
         (image_grad,) = torch.autograd.grad((whole * weights).sum(), image)
+
+        # Forward, on this rank's band of the image.
         first = sum(heights[:rank])
         rows = slice(first, first + heights[rank])
         band = image.detach()[:, rows].clone().requires_grad_()
         extended = exercise.Halo.apply(band, r)
         expect_tensor(extended, (channels, heights[rank] + 2 * r, width), "the extended band")
-        compare_rows(extended.detach(), F.pad(image.detach(), (0, 0, r, r)), first, r)
+        padded = F.pad(image.detach(), (0, 0, r, r))
+        compare_rows(extended.detach(), padded, first, r)
         out = F.conv2d(extended, kernel, padding=(0, 1))
         expect(same(out, whole[:, rows]), "the convolution of the extended band is not that of the image")
-        (out * weights[:, rows]).sum().backward()
-        local = torch.autograd.grad((F.conv2d(extended, kernel, padding=(0, 1)) * weights[:, rows]).sum(), extended)[0]
+
+        # Backward, and what the gradient would be without any message.
+        own_weights = weights[:, rows]
+        (out * own_weights).sum().backward()
+        again = F.conv2d(extended, kernel, padding=(0, 1))
+        (local,) = torch.autograd.grad((again * own_weights).sum(), extended)
         compare_gradient(band.grad, image_grad[:, rows], local, r)
-        expect(torch.equal(band.detach(), image.detach()[:, rows]), "the band itself was changed")
+        own_rows = image.detach()[:, rows]
+        expect(torch.equal(band.detach(), own_rows), "the band itself was changed")
 
 
 def compare_rows(got: Tensor, padded: Tensor, first: int, r: int) -> None:
@@ -40,15 +52,28 @@ def compare_rows(got: Tensor, padded: Tensor, first: int, r: int) -> None:
     if same(got, want):
         return
     expect(same(got[:, r:-r], want[:, r:-r]), "the rows of the band itself are not in the middle of the extended one")
-    above, below, want_above, want_below = got[:, :r], got[:, -r:], want[:, :r], want[:, -r:]
-    side = "below" if same(above, want_above) else "above"
-    got, want, other = (below, want_below, want_above) if side == "below" else (above, want_above, want_below)
-    zeros = torch.zeros_like(want)
-    hint = "the image ends here, they are 0" if same(want, zeros) else "which rows does the neighbour need?"
-    expect_same(got, want, f"the {r} rows {side} the band are not those of the image", hint, {
-        "they are 0, did they come?": zeros, "they are upside down": want.flip(1),
+    want_above = want[:, :r]
+    want_below = want[:, -r:]
+    if same(got[:, :r], want_above):
+        side = "below"
+        halo = got[:, -r:]
+        want_halo = want_below
+        other = want_above
+    else:
+        side = "above"
+        halo = got[:, :r]
+        want_halo = want_above
+        other = want_below
+    zeros = torch.zeros_like(want_halo)
+    hint = "which rows does the neighbour need?"
+    if same(want_halo, zeros):
+        hint = "the image ends here, they are 0"
+    hints = {
+        "they are 0, did they come?": zeros,
+        "they are upside down": want_halo.flip(1),
         "those from above and from below are swapped": other,
-    })  # fmt: skip
+    }
+    expect_same(halo, want_halo, f"the {r} rows {side} the band are not those of the image", hint, hints)
 
 
 def compare_gradient(grad: Tensor | None, want: Tensor, local: Tensor, r: int) -> None:
@@ -56,11 +81,14 @@ def compare_gradient(grad: Tensor | None, want: Tensor, local: Tensor, r: int) -
     grad = expect_tensor(grad, want.shape, "the gradient of the band")
     if same(grad, want):
         return
-    own, wrong = local[:, r:-r], [row for row in range(want.shape[1]) if not same(grad[:, row], want[:, row])]
+    own = local[:, r:-r]
+    rows = range(want.shape[1])
+    wrong = [row for row in rows if not same(grad[:, row], want[:, row])]
+    beside_cuts = {*rows[:r], *rows[-r:]}
     hint = "does it travel to the rank that owns the rows?"
     if same(grad, own):
         hint = "they have only what this rank gives: the halo's gradient was dropped, send it to the owner"
-    elif set(wrong) - {*range(r), *range(want.shape[1] - r, want.shape[1])}:
+    elif set(wrong) - beside_cuts:
         hint = "those in the middle need no message: is it the gradient of the band, without the halo?"
     elif all(same(grad[:, row] + own[:, row], want[:, row]) for row in wrong):
         hint = "they have only what the neighbour gives: it is to be added to what is there"

@@ -17,10 +17,14 @@ def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
     """Check torch.nanmean of ShardTensors with gaps and empty parts. Raises Wrong."""
     mesh = init_device_mesh("cpu", (size,))
     for gaps, empty in ((False, False), (True, False), (True, True)):
-        heights = [draw.integer(1, 4) + 3 * (r == 0) for r in range(size)]
+        heights = [draw.integer(1, 4) for _ in range(size)]
+        heights[0] += 3
         if empty:
             heights[draw.integer(0, size - 1)] = 0
-        whole = draw.tensor(sum(heights), draw.integer(3, 5)) + torch.arange(float(sum(heights)))[:, None]
+        # Each row has another mean, so that no mean of means is right by chance.
+        height = sum(heights)
+        means_of_rows = torch.arange(float(height))[:, None]  # (height, 1)
+        whole = draw.tensor(height, draw.integer(3, 5)) + means_of_rows
         if gaps:
             holes = draw.tensor(*whole.shape) > 0.3
             holes[0, 0] = False
@@ -41,22 +45,27 @@ def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
         expect(not others, f"{others} called: sums and counts are all that has to travel")
         expect(len(record.calls) <= 1, f"{len(record.calls)} messages: sum and count fit into one")
         (mean * 3).backward()
+        own_grad = grad.split(heights)[rank]
         expect(
-            part.grad is not None and same(part.grad, grad.split(heights)[rank]),
+            part.grad is not None and same(part.grad, own_grad),
             "the gradient is not that of the whole: that of the mean, over the number of all elements that count",
         )
 
 
 def compare(mean: Tensor, wanted: Tensor, parts: tuple[Tensor, ...], rank: int, gaps: bool, empty: bool) -> None:
     """mean: to be `wanted`, the mean of all `parts`, which have gaps or of which one is empty."""
-    means, count = torch.stack([part.nanmean() for part in parts]), sum(part.numel() for part in parts)
+    means = torch.stack([part.nanmean() for part in parts])
+    count = sum(part.numel() for part in parts)
     hint = f"it is {mean.tolist()}, not {wanted.item():.4f}"
     if mean.isnan().all() and (empty or gaps):
-        none = "one rank has no elements: the mean of nothing is nan, its sum is 0"
-        hint = f"it is nan, and {none}" if empty else "it is nan: leave the gaps out of the sum"
-    shapes = [tuple(part.shape) for part in parts]
-    expect_same(mean, wanted, f"nanmean of parts of {shapes} is not that of the whole", hint, {
+        hint = "it is nan: leave the gaps out of the sum"
+        if empty:
+            hint = "it is nan, and one rank has no elements: the mean of nothing is nan, its sum is 0"
+    with_gaps = torch.cat(parts).nansum() / count
+    hints = {
         "it is the mean of the ranks' means: a rank with more elements counts for more": means.mean(),
         "it is the mean of this rank's part alone": means[rank],
-        "the gaps were counted as elements: count what is not nan": torch.cat(parts).nansum() / count,
-    })  # fmt: skip
+        "the gaps were counted as elements: count what is not nan": with_gaps,
+    }
+    shapes = [tuple(part.shape) for part in parts]
+    expect_same(mean, wanted, f"nanmean of parts of {shapes} is not that of the whole", hint, hints)

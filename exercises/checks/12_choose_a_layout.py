@@ -24,7 +24,8 @@ NEAR = 0.9
 
 def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
     """Check each of ANSWERS beside the best layout of the planner. Raises Wrong, with a line for each question."""
-    gpu, wrong = load_gpu("a100-40gb"), []
+    gpu = load_gpu("a100-40gb")
+    wrong = []
     for name, (gpus, words) in QUESTIONS.items():
         try:
             check_answer(exercise, name, gpu, gpus, words)
@@ -39,14 +40,16 @@ def check_answer(exercise: ModuleType, name: str, gpu: Gpu, gpus: int, words: Se
     expect(name in exercise.ANSWERS, "no answer")
     answer = shlex.split(exercise.ANSWERS[name])
     request = Request([*CONFIG, *words, *answer], gpu)
-    others = {word[2:].split("=")[0] for word in answer if word.startswith("--")} - ALLOWED
+    options = {word[2:].split("=")[0] for word in answer if word.startswith("--")}
+    others = options - ALLOWED
     expect(not others, f"{', '.join(sorted(others))} is not asked for, only {', '.join(sorted(ALLOWED))}")
     try:
         plan = request.plan(gpus)
     except UsageError as error:
         raise Wrong(str(error)) from None
-    needed, there, memory = (plan.peak + plan.overhead) / 2**30, gpu.memory / 2**30, plan.memory
-    largest = max(memory, key=lambda use: memory[use])
+    needed = (plan.peak + plan.overhead) / 2**30
+    there = gpu.memory / 2**30
+    largest = max(plan.memory, key=plan.memory.__getitem__)
     expect(
         plan.fits == "fits",
         f"it needs {needed:.1f} GiB and 85 % of {there:.1f} are to be had; most are {largest}: which strategy shares "

@@ -1,6 +1,7 @@
 """The gradients must be those of all steps, and what autograd keeps at one time that of one step: counted in bytes."""
 
 import weakref
+from contextlib import AbstractContextManager
 from types import ModuleType
 
 import torch
@@ -28,6 +29,10 @@ class Kept:
             weakref.finalize(box, self._release, tensor.nbytes)
         return box
 
+    def counting(self) -> AbstractContextManager[None]:
+        """Context: what autograd keeps is counted."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, lambda box: box.tensor)
+
     def _release(self, size: int) -> None:
         self.now -= size
 
@@ -44,7 +49,8 @@ def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
         network = nn.Sequential(nn.Linear(width, 4 * width), nn.Tanh(), nn.Linear(4 * width, width))
         for parameter in network.parameters():
             parameter.data.copy_(draw.tensor(*parameter.shape) / 4)
-        x, targets = draw.tensor(3, width), [draw.tensor(3, width) for _ in range(steps)]
+        x = draw.tensor(3, width)
+        targets = [draw.tensor(3, width) for _ in range(steps)]
         want, loss, one = wanted(network, x, targets)
         calls = 0
 
@@ -54,12 +60,13 @@ def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
 
         network.register_forward_hook(counted)
         kept = Kept(network)
-        with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda box: box.tensor):
+        with kept.counting():
             found = expect_tensor(exercise.backward_over_steps(network, x.clone(), targets), (), "the loss")
         where = f"{steps} step{'s' * (steps > 1)}"
         expect(same(found, loss), f"{where}: the loss is {found.item():.5f}, should be {loss.item():.5f}")
         expect(not found.requires_grad, f"{where}: the loss still has a graph, and so all that it keeps: detach it")
-        for number, (parameter, gradient) in enumerate(zip(network.parameters(), want, strict=True)):
+        pairs = zip(network.parameters(), want, strict=True)
+        for number, (parameter, gradient) in enumerate(pairs):
             compare(parameter.grad, gradient, f"{where}: the gradient of parameter {number}", steps)
         expect(calls <= 2 * steps, f"{where}: the network was called {calls} times: twice for each step is enough")
         expect(
@@ -72,10 +79,13 @@ def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
 def wanted(network: nn.Module, x: Tensor, targets: list[Tensor]) -> tuple[list[Tensor], Tensor, int]:
     """(gradients, loss, bytes that autograd keeps of one step)."""
     kept = Kept(network)
-    with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda box: box.tensor):
+    with kept.counting():
         alone = F.mse_loss(network(x.clone().requires_grad_()), targets[0])
     del alone
-    state, losses = x, []
+
+    # All steps with all activations: the plain way.
+    state = x
+    losses = []
     for target in targets:
         state = network(state)
         losses.append(F.mse_loss(state, target))
@@ -91,6 +101,7 @@ def compare(got: Tensor | None, want: Tensor, what: str, steps: int) -> None:
     expect(got is not None, f"{what} is None: does backward() reach the parameters?")
     assert got is not None
     hint = "does the gradient that comes back from the step after go in too, and does it go on to the step before?"
-    if (scale := ratio(got, want)) is not None and abs(scale / steps - 1) < 1e-3:
+    scale = ratio(got, want)
+    if scale is not None and abs(scale / steps - 1) < 1e-3:
         hint = f"it is {steps} times that: the loss is the mean over the steps"
     expect(same(got, want), f"{what} is not that of all steps: {hint}")

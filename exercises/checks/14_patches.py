@@ -12,15 +12,24 @@ WORLD_SIZES = (1,)
 
 def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
     """Check `to_tokens`, `to_image` and the count of weights. Raises Wrong."""
-    p, rows, columns = draw.integer(2, 4), draw.integer(2, 3), draw.integer(4, 5)
-    channels, height, width = draw.integer(2, 3), rows * p, columns * p
-    shape = (rows * columns, channels * p * p)
+    p = draw.integer(2, 4)
+    rows = draw.integer(2, 3)
+    columns = draw.integer(4, 5)
+    channels = draw.integer(2, 3)
+    height = rows * p
+    width = columns * p
+
+    # Every number of this image is another one, so that its place can be read off.
     numbers = torch.arange(2.0 * channels * height * width).reshape(2, channels, height, width)
-    tokens = expect_tensor(exercise.to_tokens(numbers, p), (2, *shape), "the tokens")
+    shape = (2, rows * columns, channels * p * p)
+    tokens = expect_tensor(exercise.to_tokens(numbers, p), shape, "the tokens")
     for row in range(rows):
         for column in range(columns):
-            patch = numbers[:, :, row * p : (row + 1) * p, column * p : (column + 1) * p].flatten(1)
-            compare_token(tokens[:, row * columns + column], patch, row * columns + column)
+            number = row * columns + column
+            of_row = numbers[:, :, row * p : (row + 1) * p]  # (2, C, p, W)
+            patch = of_row[..., column * p : (column + 1) * p].flatten(1)  # (2, C p p)
+            compare_token(tokens[:, number], patch, number)
+
     image = draw.tensor(2, channels, height, width)
     embed = PatchEmbed((p, p), channels, 8)
     weight, bias = embed.proj.parameters()
@@ -30,8 +39,11 @@ def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
     expect(
         same(back, numbers), "to_image(to_tokens(image)) is not the image: is each axis put back where it came from?"
     )
+
     d = 8 * draw.integer(2, 6)
-    count = sum(w.numel() for w in Block(Attention(d, 4, 0.0), d, 4, 0.0).parameters() if w.dim() == 2)
+    block = Block(Attention(d, 4, 0.0), d, 4, 0.0)
+    matrices = [weight for weight in block.parameters() if weight.dim() == 2]
+    count = sum(matrix.numel() for matrix in matrices)
     got = exercise.weights_of_a_block(d)
     expect(got == count, f"a block of {d} features has {count} weights in its four matrices, not {got}")
 

@@ -33,11 +33,13 @@ def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
             list(said[rank]) == got,
             f"{kind} of {before} leaves {got} on rank {rank}, not {said[rank]}: {HINTS[kind]}",
         )
-    for kind, share in (("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2)):
-        wanted, said = share * (size - 1) / size * n * size, exercise.sent(kind, n * size, size)
+    numbers = n * size
+    one_way = (size - 1) / size * numbers
+    for kind, wanted in (("all_gather", one_way), ("reduce_scatter", one_way), ("all_reduce", 2 * one_way)):
+        said = exercise.sent(kind, numbers, size)
         expect(
             abs(said - wanted) < 1e-6,
-            f"in {kind} of {n * size} numbers each of {size} ranks sends {wanted:g}, not {said:g}",
+            f"in {kind} of {numbers} numbers each of {size} ranks sends {wanted:g}, not {said:g}",
         )
 
 
@@ -56,6 +58,7 @@ def real(kind: str, mine: torch.Tensor, size: int) -> torch.Tensor:
         mine = torch.empty_like(pieces[0])
         dist.reduce_scatter(mine, pieces)
     else:
-        sent, mine = mine, torch.empty_like(mine)
+        sent = mine
+        mine = torch.empty_like(sent)
         dist.all_to_all_single(mine, sent)
     return mine

@@ -25,9 +25,16 @@ from training import step
 from utils import comm
 
 OPTIONS = (
-    "--config=quick", "--device=cpu", "--img_size", "16", "32", "--global_batch_size=4",
-    "--embed_dim=32", "--depth=2", "--num_heads=2",
-)  # fmt: skip
+    "--config=quick",
+    "--device=cpu",
+    "--img_size",
+    "16",
+    "32",
+    "--global_batch_size=4",
+    "--embed_dim=32",
+    "--depth=2",
+    "--num_heads=2",
+)
 DTYPE = "float64"
 
 
@@ -78,7 +85,12 @@ def short_halo() -> Iterator[None]:
 def other_rate() -> Iterator[None]:
     """Rank 1 has another learning rate."""
     real = step.learning_rate
-    with mock.patch.object(step, "learning_rate", lambda *args: real(*args) * (1 + 0.5 * comm.rank())):
+
+    def learning_rate(*args):
+        factor = 1 + 0.5 * comm.rank()
+        return real(*args) * factor
+
+    with mock.patch.object(step, "learning_rate", learning_rate):
         yield
 
 
@@ -102,7 +114,9 @@ RUNS = {
 
 def show() -> None:
     """Train all runs, and print where each differs from one device."""
-    cases = {name: cases_of([*OPTIONS, f"--model={run.model}"], [run.layout]) for name, run in RUNS.items()}
+    cases = {}
+    for name, run in RUNS.items():
+        cases[name] = cases_of([*OPTIONS, f"--model={run.model}"], [run.layout])
     config = cases["data"][0].config
     with tempfile.TemporaryDirectory() as folder, Teams(config) as teams:
         for name, (serial, case) in cases.items():
@@ -117,7 +131,9 @@ def errors(rank: Process, case: Case, file: Path, fault: Fault) -> dict[Key, flo
     """On every rank: the errors of a case that is trained with a fault."""
     with fault():
         found = in_dtype(rank, case, DTYPE, read_data=False).found
-    return errors_of(found, torch.load(file, weights_only=True)["parts"])[0]
+    of_one_device = torch.load(file, weights_only=True)["parts"]
+    found_errors, _ = errors_of(found, of_one_device)
+    return found_errors
 
 
 def tables(of_ranks: Sequence[dict[Key, float]]) -> str:
@@ -127,15 +143,17 @@ def tables(of_ranks: Sequence[dict[Key, float]]) -> str:
         if stage not in compared:  # consulted for the cause of a difference alone
             continue
         compared[stage][name or "the model"] = [errors[stage, name] for errors in of_ranks]
-    largest = {
-        stage: [max(errors) for errors in zip(*parts.values(), strict=True)]
-        for stage, parts in compared.items()
-        if parts
-    }
-    first = next(stage for stage, errors in largest.items() if max(errors) > TOLERANCES[DTYPE])
+    largest = {}  # {stage: [largest error of each rank]}
+    for stage, parts in compared.items():
+        if parts:
+            largest[stage] = [max(of_rank) for of_rank in zip(*parts.values(), strict=True)]
+    differing = [stage for stage, errors in largest.items() if max(errors) > TOLERANCES[DTYPE]]
+    first = differing[0]
     return f"{table('stage', largest)}\n\n{table(f'{first}, in order', compared[first])}"
 
 
 def table(title: str, rows: Mapping[str, Sequence[float]]) -> str:
     """Lines of a table with a column for each rank."""
-    return format_table({title: "", "rank 0": ".1e", "rank 1": ".1e"}, [[name, *row] for name, row in rows.items()])
+    columns = {title: "", "rank 0": ".1e", "rank 1": ".1e"}
+    cells = [[name, *row] for name, row in rows.items()]
+    return format_table(columns, cells)

@@ -49,26 +49,29 @@ def same(a: Tensor, b: Tensor, tolerance: float = 1e-4) -> bool:
 
 def expect_same(got: Tensor, want: Tensor, what: str, hint: str, hints: dict[str, Tensor]) -> None:
     """Equal, or Wrong. hints: {what to say: the wrong result that it explains}; hint: of any other."""
-    if not same(got, want):
-        found = [text for text, wrong in hints.items() if same(got, wrong)]
-        raise Wrong(f"{what}: {(*found, hint)[0]}")
+    if same(got, want):
+        return
+    for text, wrong in hints.items():
+        if same(got, wrong):
+            raise Wrong(f"{what}: {text}")
+    raise Wrong(f"{what}: {hint}")
 
 
 def expect_tensor(value: Any, shape: Sequence[int], what: str) -> Tensor:
     """A tensor of this shape, or Wrong."""
-    expect(
-        isinstance(value, torch.Tensor),
-        f"{what} is {'None' if value is None else type(value).__name__}, expected a tensor of {tuple(shape)}"
-        f"{': is something returned?' if value is None else ''}",
-    )
+    if value is None:
+        raise Wrong(f"{what} is None, expected a tensor of {tuple(shape)}: is something returned?")
+    is_tensor = isinstance(value, torch.Tensor)
+    expect(is_tensor, f"{what} is {type(value).__name__}, expected a tensor of {tuple(shape)}")
     expect(value.shape == tuple(shape), f"{what} has the shape {tuple(value.shape)}, expected {tuple(shape)}")
     return value
 
 
 def ratio(got: Tensor, want: Tensor) -> float | None:
     """The number got / want where it is one for the whole tensor, else None."""
-    scale = (got * want).sum() / (want * want).sum()
-    return scale.item() if same(got, want * scale) and scale.isfinite() else None
+    scale = (got * want).sum() / (want * want).sum()  # of least squares
+    is_one_number = same(got, want * scale) and scale.isfinite()
+    return scale.item() if is_one_number else None
 
 
 def factor(got: Tensor, want: Tensor, size: int) -> str | None:
@@ -77,8 +80,10 @@ def factor(got: Tensor, want: Tensor, size: int) -> str | None:
     if scale is None:
         return None
     if abs(scale * size - 1) < 1e-3:
-        return {2: "half of", 3: "a third of"}.get(size, f"1/{size} of")
-    return f"{size} times" if abs(scale / size - 1) < 1e-3 else None
+        words = {2: "half of", 3: "a third of"}
+        return words.get(size, f"1/{size} of")
+    is_multiple = abs(scale / size - 1) < 1e-3
+    return f"{size} times" if is_multiple else None
 
 
 class Call(NamedTuple):
@@ -102,9 +107,12 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if found := collective(func, args, kwargs):
+        found = collective(func, args, kwargs)
+        if found:
+            # A copy, since a collective writes into its tensors.
             values = [tensor.detach().clone().flatten() for tensor in _flat(found.tensors)]
-            self.calls.append(Call(found.kind, found.sent, torch.cat(values) if values else torch.empty(0)))
+            together = torch.cat(values) if values else torch.empty(0)
+            self.calls.append(Call(found.kind, found.sent, together))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 

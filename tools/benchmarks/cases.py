@@ -32,11 +32,13 @@ def check_machine(cases: Sequence[Case]) -> torch.device:
     """The device of the cases. Raises UsageError for a lack of devices."""
     device = select_device(cases[0].config.device)
     most = max(case.ranks for case in cases)
-    if device.type != "cpu" and most > torch.accelerator.device_count():
-        raise UsageError(
-            f"{most} ranks need as many devices; this machine has {torch.accelerator.device_count()} ({device.type}): "
-            "give smaller layouts, or --device cpu"
-        )
+    if device.type != "cpu":
+        devices = torch.accelerator.device_count()
+        if most > devices:
+            raise UsageError(
+                f"{most} ranks need as many devices; this machine has {devices} ({device.type}): "
+                "give smaller layouts, or --device cpu"
+            )
     if most > RANKS_PER_CORE * (os.cpu_count() or 1):
         raise UsageError(f"{most} ranks are too many for {os.cpu_count()} cores: give smaller layouts")
     return device
@@ -73,7 +75,8 @@ def measure_case(
     if gpu:
         gpu.empty_cache()  # ranks of other layouts use the same devices
         total = gpu.get_device_properties(rank.device).total_memory
-        gpu.set_per_process_memory_fraction(min(1, limit / total) if limit else 1)
+        fraction = min(1, limit / total) if limit else 1
+        gpu.set_per_process_memory_fraction(fraction)
         gpu.reset_peak_memory_stats()
     before = gpu.memory_allocated() if gpu else 0
     built = RankCase(rank, case)
@@ -82,14 +85,18 @@ def measure_case(
     figures: dict[str, Any] = {"seconds": built.seconds(steps, inference)}
     if first:
         peak = gpu.max_memory_allocated() - before if gpu else 0  # its allocator knows better
-        step, x = built.step, built.x
         curve: list[tuple[str, int]] = []
-        trace = measured_inference(step, x) if inference else observe_step(step, x, built.y, curve)
-        memory = {name: trace.held.get(name) for name in MEMORY} | {"peak": peak or trace.memory["peak"]}
+        if inference:
+            trace = measured_inference(built.step, built.x)
+        else:
+            trace = observe_step(built.step, built.x, built.y, curve)
+        memory = {name: trace.held.get(name) for name in MEMORY}
+        most = peak or trace.memory["peak"]
+        memory["peak"] = most
         if case.config.tp_backend == "dtensor":  # a saved DTensor has the size of the whole, not of its part
             memory["activations"] = None
-        if limit and memory["peak"] > limit:
-            raise MemoryError(f"{memory['peak']:.0f} bytes of tensors: the limit is {limit:.0f}")
+        if limit and most > limit:
+            raise MemoryError(f"{most:.0f} bytes of tensors: the limit is {limit:.0f}")
         figures |= {"memory": memory, "messages": trace.messages, "curve": thinned(curve)}
     del built
     empty_cache(rank.device)
@@ -103,7 +110,8 @@ def thinned(curve: list[tuple[str, int]]) -> list[tuple[str, int]]:
         sizes = [size for _, size in points]
         length = math.ceil(len(sizes) / POINTS)
         for start in range(0, len(sizes), length):
-            found.append((phase, max(sizes[start : start + length])))
+            part = sizes[start : start + length]
+            found.append((phase, max(part)))
     return found
 
 
@@ -118,7 +126,10 @@ def row_of(case: Case, turns: list[Any]) -> dict[str, Any]:
     if None in turns:
         return row
     # The harmonic mean: ranks that do not wait for one another add up their speeds.
-    seconds = [statistics.harmonic_mean(figures["seconds"] for figures in turn) for turn in turns]
+    seconds = []
+    for turn in turns:
+        of_ranks = [figures["seconds"] for figures in turn]
+        seconds.append(statistics.harmonic_mean(of_ranks))
     median = statistics.median(seconds)
     first_turn = turns[0]  # in which memory and messages were measured
     memory = DataFrame([figures["memory"] for figures in first_turn], dtype=float)

@@ -32,14 +32,30 @@ from utils.errors import UsageError
 
 STRATEGIES = choices("data_parallel")
 LAYOUTS = (
-    "tp2", "tp2,sequence_parallel", "cp2", "cp2,cp_method=ring", "cp2,cp_method=all_to_all", "pp2",
-    "tp4", "cp4", "tp2xcp2", "tp2xpp2", "tp2xdp2", "tp2xdp2,data_parallel=fsdp", "cp2xdp2,data_parallel=fsdp",
-)  # fmt: skip
+    "tp2",
+    "tp2,sequence_parallel",
+    "cp2",
+    "cp2,cp_method=ring",
+    "cp2,cp_method=all_to_all",
+    "pp2",
+    "tp4",
+    "cp4",
+    "tp2xcp2",
+    "tp2xpp2",
+    "tp2xdp2",
+    "tp2xdp2,data_parallel=fsdp",
+    "cp2xdp2,data_parallel=fsdp",
+)
 DOMAINS = ("dp2", "domain2", "domain2,data_parallel=ddp")
-INDEPENDENT, ONE = "independent", "one rank"
-OPTIONS = {  # of the config, for the size of each dimension of a layout
-    "tp": "tensor_parallel", "cp": "context_parallel", "pp": "pipeline_parallel", "domain": "domain_parallel",
-}  # fmt: skip
+INDEPENDENT = "independent"
+ONE = "one rank"
+# The key of the config that has the size of each dimension of a layout.
+OPTIONS = {
+    "tp": "tensor_parallel",
+    "cp": "context_parallel",
+    "pp": "pipeline_parallel",
+    "domain": "domain_parallel",
+}
 
 
 def run(
@@ -60,44 +76,99 @@ def run(
     turn. inference: measure forward passes without gradients, and print their latency and memory. Returns the figures,
     as JSON has them. Raises UsageError for what cannot be run, and where a rank fails.
     """
-    names, usual, cases_of, called = PRESETS[preset]
-    groups = {
-        called.format(size) if size else "": cases_of(words, layouts or names, size)
-        for size in sorted(set(sizes or usual))
-    }
+    groups = _build_groups(preset, words, layouts, sizes)
     cases = [case for group in groups.values() for case in group]
-    device, limit = check_machine(cases), memory_limit_gib and memory_limit_gib * GIB
-    turns: dict[Case, list[Any]] = {case: [] for case in cases}
-    named = {f"{case.name} {size}": case for size, group in groups.items() for case in group}
-    without_memory: set[str] = set()
-    with Teams(cases[0].config) as teams:
-        for number, name, case in in_turns(named, rounds, without_memory):
-            turns[case].append(turn(teams, case, steps, limit, number == 0, inference))
-            if turns[case][-1] is None:
-                without_memory.add(name)
+    device = check_machine(cases)
+    limit = memory_limit_gib and memory_limit_gib * GIB
+    turns = _measure(groups, steps, rounds, limit, inference)
+
     rows: list[dict[str, Any]] = []
     for size, group in groups.items():
-        first, *_ = of_group = [{"size": size} | row_of(case, turns[case]) for case in group]
-        for row in of_group:
-            if "seconds" in row and "seconds" in first:  # relative to the first of the group, in every round
-                pairs = zip(row["seconds_of_rounds"], first["seconds_of_rounds"], strict=True)
-                row["speedup_of_rounds"] = [row["batch"] / own / (first["batch"] / other) for own, other in pairs]
-                row["speedup"] = statistics.median(row["speedup_of_rounds"])
-                first_memory: Any = first["memory"]
-                own_memory: Any = row["memory"]
-                row["reduction"] = first_memory["peak"] / own_memory["peak"]
-        rows += of_group
-    passes = [row | sent_in(row, phase) | {"pass": phase} for row in rows for phase in PASSES if row.get("seconds")]
+        rows_of_group: list[dict[str, Any]] = [{"size": size} | row_of(case, turns[case]) for case in group]
+        for row in rows_of_group:
+            _compare_with_first(row, rows_of_group[0])
+        rows += rows_of_group
+
+    # Communication has a line for each pass in which a layout sends anything.
+    messages = []
+    for row in rows:
+        if not row.get("seconds"):  # memory ran out
+            continue
+        for phase in PASSES:
+            sent = sent_in(row, phase)
+            if sent["kinds"]:
+                messages.append(row | sent | {"pass": phase})
     shown = [in_columns(row) for row in rows]
-    with_messages = [row for row in passes if row["kinds"]]
     if inference:
-        print(format_tables("inference", shown, with_messages))
+        print(format_tables("inference", shown, messages))
     else:
-        print(format_tables("layouts", shown, shown, with_messages))
+        print(format_tables("layouts", shown, shown, messages))
     config = cases[0].config
     measured = "forward passes" if inference else "steps"
     print(f"{config.config}: {config.depth} blocks; {rounds} rounds of {steps} {measured}; {device}")
-    return {"preset": preset, "inference": inference, "config": config.config, "machine": machine(device), "rows": rows}
+    return {
+        "preset": preset,
+        "inference": inference,
+        "config": config.config,
+        "machine": machine(device),
+        "rows": rows,
+    }
+
+
+def _build_groups(
+    preset: str,
+    words: list[str],
+    layouts: Sequence[str],
+    sizes: Sequence[int],
+) -> dict[str, list[Case]]:
+    """{size in words: its cases} of a preset; without layouts or sizes, those of the preset."""
+    usual_layouts, usual_sizes, cases_of, template = PRESETS[preset]
+    groups = {}
+    for size in sorted(set(sizes or usual_sizes)):
+        name = template.format(size) if size else ""
+        groups[name] = cases_of(words, layouts or usual_layouts, size)
+    return groups
+
+
+def _measure(
+    groups: dict[str, list[Case]],
+    steps: int,
+    rounds: int,
+    limit: float | None,
+    inference: bool,
+) -> dict[Case, list[Any]]:
+    """The figures of each turn of every case; None for one in which memory ran out, which was the last of its case."""
+    turns: dict[Case, list[Any]] = {}
+    named = {}
+    for size, group in groups.items():
+        for case in group:
+            turns[case] = []
+            named[f"{case.name} {size}"] = case
+    config = next(iter(turns)).config
+    without_memory: set[str] = set()
+    with Teams(config) as teams:
+        for number, name, case in in_turns(named, rounds, without_memory):
+            is_first = number == 0
+            figures = turn(teams, case, steps, limit, is_first, inference)
+            turns[case].append(figures)
+            if figures is None:
+                without_memory.add(name)
+    return turns
+
+
+def _compare_with_first(row: dict[str, Any], first: dict[str, Any]) -> None:
+    """Add speedup and reduction of memory to a row, relative to the first of its group."""
+    if "seconds" not in row or "seconds" not in first:  # memory ran out
+        return
+    # The two are compared within each round, since the machine may be slower in another one.
+    speedups = []
+    for own, other in zip(row["seconds_of_rounds"], first["seconds_of_rounds"], strict=True):
+        own_speed = row["batch"] / own
+        first_speed = first["batch"] / other
+        speedups.append(own_speed / first_speed)
+    row["speedup_of_rounds"] = speedups
+    row["speedup"] = statistics.median(speedups)
+    row["reduction"] = first["memory"]["peak"] / row["memory"]["peak"]
 
 
 def strategy_cases(
@@ -107,10 +178,16 @@ def strategy_cases(
 ) -> list[Case]:
     """The cases of a number of ranks; in one rank the strategies are all the same."""
     batch = load_config(words).global_batch_size  # of one rank
-    words = [*words, f"--local_batch_size={batch}", f"--global_batch_size={batch * size}"]
-    cases = [build_case(INDEPENDENT, "train.py", [*words, "--data_parallel=ddp", "--noddp"], size)]
+    words = [
+        *words,
+        f"--local_batch_size={batch}",
+        f"--global_batch_size={batch * size}",
+    ]
+    independent = [*words, "--data_parallel=ddp", "--noddp"]
+    cases = [build_case(INDEPENDENT, "train.py", independent, size)]
     for text in dict.fromkeys(strategies):
-        cases.append(build_case(text, "train.py", [*words, f"--data_parallel={text.partition(',')[0]}"], size))
+        strategy = text.partition(",")[0]
+        cases.append(build_case(text, "train.py", [*words, f"--data_parallel={strategy}"], size))
     return cases if size > 1 else cases[:1]
 
 
@@ -120,7 +197,9 @@ def layout_cases(
     size: int | None = None,
 ) -> list[Case]:
     """The cases of an embedding size, None for that of the words, all with the same whole batch."""
-    words = ["--config=mp_quick", *words, *([f"--embed_dim={size}"] if size else [])]
+    words = ["--config=mp_quick", *words]
+    if size:
+        words.append(f"--embed_dim={size}")
     cases = [build_case(ONE, "train_mp.py", words, 1)]
     batch = f"--global_batch_size={cases[0].config.global_batch_size}"
     for text in dict.fromkeys(layouts):
@@ -139,18 +218,24 @@ def domain_cases(
     cases = [build_case(ONE, "train_shard.py", [*words, "--global_batch_size=1"], 1)]
     for text in dict.fromkeys(layouts):
         sizes, ranks = parse_layout(text, ("domain", "tp", "dp"))
-        shared = [
-            f"--data_parallel={'ddp' if sizes['domain'] == '1' else 'fsdp'}",
+        strategy = "ddp" if sizes["domain"] == "1" else "fsdp"
+        given = [
+            *split_words(sizes),
+            *words,
+            f"--data_parallel={strategy}",
             f"--global_batch_size={sizes['dp']}",
         ]
-        cases.append(build_case(text, "train_shard.py", [*split_words(sizes), *words, *shared], ranks))
+        cases.append(build_case(text, "train_shard.py", given, ranks))
     return cases
 
 
 def split_words(sizes: dict[str, str]) -> list[str]:
     """The options that split a model as parse_layout says, in micro-batches for a pipeline; other words may follow."""
     words = [f"--{option}={sizes[dim]}" for dim, option in OPTIONS.items()]
-    return words if sizes["pp"] == "1" else [*words, f"--gradient_accumulation={2 * int(sizes['pp'])}"]
+    stages = int(sizes["pp"])
+    if stages > 1:
+        words.append(f"--gradient_accumulation={2 * stages}")
+    return words
 
 
 def parse_layout(
@@ -162,17 +247,30 @@ def parse_layout(
     dims: those that it may have. Raises UsageError, with an example, for anything else, and for a layout of one rank.
     """
     name = text.partition(",")[0]
-    parts = [re.fullmatch(r"([a-z]+)([1-9]\d*(?:x[1-9]\d*)?)", part) for part in re.split("x(?=[a-z])", name)]
-    sizes = {part[1]: part[2] for part in parts if part and part[1] in dims}
-    if len(sizes) < len(parts) or any("x" in size for dim, size in sizes.items() if dim != "domain"):
+    sizes: dict[str, str] = {}
+    ranks = 1
+    is_understood = True
+    # An x joins two dimensions where a letter follows. Before a digit it stands between rows and columns of tiles.
+    for part in re.split("x(?=[a-z])", name):
+        match = re.fullmatch(r"([a-z]+)([1-9]\d*(?:x[1-9]\d*)?)", part)
+        if match is None or match[1] not in dims or match[1] in sizes:
+            is_understood = False
+            break
+        dim, size = match.groups()
+        if "x" in size and dim != "domain":
+            is_understood = False
+            break
+        sizes[dim] = size
+        ranks *= math.prod(map(int, size.split("x")))
+    if not is_understood:
         raise UsageError(f"layout '{name}': expected sizes of {', '.join(dims)} joined by x, as {dims[0]}2xdp2")
-    ranks = math.prod(int(number) for size in sizes.values() for number in size.split("x"))
     if ranks == 1:
         raise UsageError(f"layout '{name}': it has one rank, which is measured anyway")
     return dict.fromkeys([*OPTIONS, "dp"], "1") | sizes, ranks
 
 
-PRESETS: dict[str, tuple[Any, ...]] = {  # names, sizes, the cases of a size, and what it is called
+# Usual layouts, usual sizes, the function that makes the cases of a size, and how a size is called.
+PRESETS: dict[str, tuple[Any, ...]] = {
     "dp": (STRATEGIES, (1, 2), strategy_cases, "ranks {}"),
     "mp": (LAYOUTS, (None,), layout_cases, "embed {}"),
     "domain": (DOMAINS, (32, 64), domain_cases, "{0} x {0}"),
@@ -182,8 +280,12 @@ PRESETS: dict[str, tuple[Any, ...]] = {  # names, sizes, the cases of a size, an
 def sent_in(row: dict[str, Any], phase: str) -> dict[str, Any]:
     """The messages of a phase of a row as values of a table; sizes in MiB."""
     kinds = row["messages"][phase]
-    texts = [f"{calls:.0f} {kind} {size / MIB:.2f}" for kind, (calls, size) in kinds.items()]
-    return {"kinds": ", ".join(texts), "sent": sum(size for _, size in kinds.values()) / MIB}
+    texts = []
+    sent = 0
+    for kind, (calls, size) in kinds.items():
+        texts.append(f"{calls:.0f} {kind} {size / MIB:.2f}")
+        sent += size
+    return {"kinds": ", ".join(texts), "sent": sent / MIB}
 
 
 def in_columns(row: dict[str, Any]) -> dict[str, Any]:
@@ -193,25 +295,40 @@ def in_columns(row: dict[str, Any]) -> dict[str, Any]:
     columns = {name: size / MIB for name, size in row["memory"].items()}
     columns["states"] = sum(columns[name] for name in STATES)
     if "speedup" in row:
-        columns["rounds"] = f"{min(row['speedup_of_rounds']):.2f} to {max(row['speedup_of_rounds']):.2f}"
-    return row | columns | {"ms": f"{1000 * row['seconds']:.1f}"}
+        speedups = row["speedup_of_rounds"]
+        columns["rounds"] = f"{min(speedups):.2f} to {max(speedups):.2f}"
+    columns["ms"] = f"{1000 * row['seconds']:.1f}"
+    return row | columns
 
 
 def write_picture(path: str, figures: dict[str, Any]) -> None:
     """Of the last size: memory of a rank by use, samples/s, and MiB that a rank sends by phase."""
-    rows = [row for row in figures["rows"] if row["size"] == figures["rows"][-1]["size"] and "seconds" in row]
+    rows = [row for row in _rows_of_last_size(figures) if "seconds" in row]
     if not rows:
         raise UsageError(f"{path}: memory ran out everywhere at the last size, there is nothing to draw")
     labels = [row["layout"] for row in rows]
-    figure, (held, speed, sent) = panels(len(rows), 3, 16)
-    memory = DataFrame([row["memory"] for row in rows], labels)[list(HELD)].fillna(0) / MIB
-    draw_bars(held, memory)
-    finish(held, title=f"{figures['config']}: memory of a rank", xlabel="MiB")
-    draw_bars(speed, DataFrame({"all ranks": [row["samples_per_sec"] for row in rows]}, labels))
-    finish(speed, title="speed", xlabel="samples/s")
-    draw_bars(sent, DataFrame([{p: sent_in(row, p)["sent"] for p in PASSES} for row in rows], labels))
-    finish(sent, title="sent by a rank in a step", xlabel="MiB")
+    figure, (memory_axes, speed_axes, sent_axes) = panels(len(rows), 3, 16)
+
+    memory = DataFrame([row["memory"] for row in rows], labels)
+    held = memory[list(HELD)].fillna(0)
+    draw_bars(memory_axes, held / MIB)
+    finish(memory_axes, title=f"{figures['config']}: memory of a rank", xlabel="MiB")
+
+    speed = [row["samples_per_sec"] for row in rows]
+    draw_bars(speed_axes, DataFrame({"all ranks": speed}, labels))
+    finish(speed_axes, title="speed", xlabel="samples/s")
+
+    sent = []
+    for row in rows:
+        sent.append({phase: sent_in(row, phase)["sent"] for phase in PASSES})
+    draw_bars(sent_axes, DataFrame(sent, labels))
+    finish(sent_axes, title="sent by a rank in a step", xlabel="MiB")
     save(figure, path)
+
+
+def _rows_of_last_size(figures: dict[str, Any]) -> list[dict[str, Any]]:
+    last = figures["rows"][-1]["size"]
+    return [row for row in figures["rows"] if row["size"] == last]
 
 
 def write_memory_picture(path: str, figures: dict[str, Any]) -> None:
@@ -219,7 +336,7 @@ def write_memory_picture(path: str, figures: dict[str, Any]) -> None:
 
     The phases of a step have the same width in all layouts, whatever number of allocations each has.
     """
-    rows = [row for row in figures["rows"] if row["size"] == figures["rows"][-1]["size"] and row.get("curve")]
+    rows = [row for row in _rows_of_last_size(figures) if row.get("curve")]
     if not rows:
         raise UsageError(f"{path}: there is no training step to draw: memory ran out, or --inference was given")
     figure, (axes,) = panels(10, 1, 10)
@@ -229,7 +346,8 @@ def write_memory_picture(path: str, figures: dict[str, Any]) -> None:
     names = [name for name, _ in stretches(rows[0]["curve"])]
     for number, name in enumerate(names):
         axes.axvline(number, color="black", linewidth=0.5, linestyle=":")
-        axes.text(number + 0.5, 1.01, name, transform=axes.get_xaxis_transform(), ha="center", fontsize="small")
+        above = axes.get_xaxis_transform()  # x counts phases, y is a fraction of the height
+        axes.text(number + 0.5, 1.01, name, transform=above, ha="center", fontsize="small")
     axes.set_xticks([])
     axes.set_ylim(bottom=0)
     finish(axes, xlabel="a training step, by allocations and releases", ylabel="MiB on rank 0")
@@ -241,6 +359,7 @@ def stretches(curve: Sequence[Sequence[Any]]) -> list[tuple[str, list[float]]]:
     found: list[tuple[str, list[float]]] = []
     for phase, points in groupby(curve, key=itemgetter(0)):
         found.append((phase, [size / MIB for _, size in points]))
+    # The curve of a measured step may begin and end with work that belongs to no training step.
     names = [name for name, _ in found]
     first = names.index("forward") if "forward" in names else 0
     last = len(names) - names[::-1].index("update") if "update" in names else len(names)
@@ -251,7 +370,8 @@ def curve_of(curve: Sequence[Sequence[Any]]) -> tuple[list[float], list[float]]:
     """(places, MiB) of a curve, each stretch of a phase one unit wide."""
     places: list[float] = []
     sizes: list[float] = []
-    for number, (_, own) in enumerate(stretches(curve)):
-        places += [number + i / len(own) for i in range(len(own))]
-        sizes += own
+    for number, (_, points) in enumerate(stretches(curve)):
+        count = len(points)
+        places += [number + i / count for i in range(count)]
+        sizes += points
     return places, sizes

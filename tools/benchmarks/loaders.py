@@ -122,10 +122,12 @@ def _write_frames(config: Config, folder: Path, frames: int) -> None:
     Into a year file of HDF5 and, where zarr is installed, into the stores of STORES, of one chunk a frame. Raises
     UsageError where they are fewer than a batch.
     """
-    channels, (height, width) = max(config.n_in_channels, config.n_out_channels), config.img_size
+    channels = max(config.n_in_channels, config.n_out_channels)
+    height, width = config.img_size
     stored = FieldDataset(config.train_data_path, channels, config.img_size).files[0].fields
-    fields = stored[:frames, :channels][..., :height, :width]
-    batch, samples = config.global_batch_size, len(fields) - 1  # a sample is two frames
+    fields = stored[:frames, :channels][..., :height, :width]  # (frames, C, H, W)
+    samples = len(fields) - 1  # a sample is two frames
+    batch = config.global_batch_size
     if samples < batch:
         raise UsageError(
             f"{len(fields)} frames make {samples} samples, fewer than a batch of {batch}: take --frames {batch + 1} or "
@@ -144,7 +146,8 @@ def _write_frames(config: Config, folder: Path, frames: int) -> None:
 
 def _ours(count: int, kind: str, device: torch.device, config: Config) -> float:
     """Samples per second of our loader. kind: a value of data_loader_config."""
-    loader, valid = build_task(config.model_copy(update={"data_loader_config": kind})).build_loaders(device)
+    own = config.model_copy(update={"data_loader_config": kind})
+    loader, valid = build_task(own).build_loaders(device)
     valid.close()
     with closing(loader), closing(loader.train(config.seed, 0, LEAD_IN + count)) as batches:
         return _timed(batches, count, loader.batch_size, device)
@@ -153,9 +156,15 @@ def _ours(count: int, kind: str, device: torch.device, config: Config) -> float:
 def _plain(count: int, config: Config) -> float:
     """Samples per second of the plain design."""
     (path,) = Path(config.train_data_path).iterdir()
-    batch, workers = config.global_batch_size, config.num_data_workers
+    batch = config.global_batch_size
     dataset = PlainDataset(path, statistics_of(config))
-    loader = torch.utils.data.DataLoader(dataset, batch, shuffle=True, drop_last=True, num_workers=workers)
+    loader = torch.utils.data.DataLoader(
+        dataset,
+        batch,
+        shuffle=True,
+        drop_last=True,
+        num_workers=config.num_data_workers,
+    )
     return _timed(chain.from_iterable(repeat(loader)), count, batch, torch.device("cpu"))
 
 
@@ -167,7 +176,8 @@ class PlainDataset(torch.utils.data.Dataset):
     """
 
     def __init__(self, path: Path, statistics: ChannelStatistics):
-        self.path, self.statistics = path, statistics
+        self.path = path
+        self.statistics = statistics
         self.fields: Any = None  # an h5py.Dataset or a zarr.Array, once it is open
         self.samples = _open_fields(path).shape[0] - 1
 

@@ -63,19 +63,25 @@ def run(
     of the run with this number, among the runs of as many ranks as the job has. list_runs: print commands alone.
     report_only: make no run. Raises UsageError for what cannot be run, before anything is started.
     """
-    runs, ranks = build_runs(study_file, study, words), read_launch().world_size
+    runs = build_runs(study_file, study, words)
     if only is not None:
+        ranks = read_launch().world_size
         runs = [run for run in runs if run.ranks == ranks]
         if only >= len(runs):
             raise UsageError(f"--only {only}: the study has {len(runs)} runs of {ranks} ranks, numbered from 0")
-        os.execv(sys.executable, [sys.executable, runs[only].script, *runs[only].words])
+        chosen = runs[only]
+        os.execv(sys.executable, [sys.executable, chosen.script, *chosen.words])
     if list_runs:
         for run in runs:
             print(shlex.join(["torchrun", f"--nproc_per_node={run.ranks}", run.script, *run.words]))
-        print("\n".join(array_jobs(runs, [f"--study={study}", f"--study_file={study_file}", *words])))
+        jobs = array_jobs(runs, [f"--study={study}", f"--study_file={study_file}", *words])
+        print("\n".join(jobs))
         return {}
+
+    # A failed run leaves the others to be made.
     failed = []
-    for _, _, run in in_turns({} if report_only else {run.name: run for run in runs}, 1):
+    todo = {} if report_only else {run.name: run for run in runs}
+    for _, _, run in in_turns(todo, 1):
         status = start(run)
         if status == STOPPED_STATUS:
             print("stopped; repeat the command to resume")
@@ -111,7 +117,8 @@ def build_runs(path: str, name: str, words: list[str]) -> list[Case]:
                     raise UsageError("ranks: expected a number, or a list of numbers")
                 script = script_of(options)
                 own = [f"--yaml_config={SCRIPTS['train.py'].yaml_config}"]
-                own += [word for option, value in options.items() for word in option_words(option, value)]
+                for option, value in options.items():
+                    own += option_words(option, value)
                 own += [*words, f"--run_num={name}-{run_name}"]
                 if study.batch_per_rank:
                     own.append(f"--global_batch_size={study.batch_per_rank * ranks}")
@@ -124,8 +131,10 @@ def start(run: Case) -> int:
 
     SIGTERM and Ctrl-C are passed on: the run saves first.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={run.ranks}"]
-    command = [sys.executable, *(launcher if run.ranks > 1 else []), run.script, *run.words]
+    launcher = []
+    if run.ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={run.ranks}"]
+    command = [sys.executable, *launcher, run.script, *run.words]
     with StopRequest() as stop:
         process = subprocess.Popen(
             command,
@@ -153,20 +162,22 @@ def collect(runs: Sequence[Case]) -> list[dict[str, Any]]:
     """The figures of finished runs. Speedup and efficiency are relative to the fastest of the smallest runs."""
     rows: list[dict[str, Any]] = []
     for run in runs:
-        if summary_file(run).exists():
-            summary, batch = read_json(summary_file(run)), run.config.global_batch_size
-            speed = summary["samples_per_sec"]
-            rows.append(
-                {
-                    "run": run.name,
-                    "ranks": run.ranks,
-                    "batch": batch,
-                    "samples_per_sec": speed,
-                    "device_hours": run.ranks * batch * summary["iterations"] / speed / 3600,
-                    "val_loss": summary.get("val_loss"),
-                    "gib": summary["peak_memory_bytes"] / 2**30,
-                }
-            )
+        file = summary_file(run)
+        if not file.exists():
+            continue
+        summary = read_json(file)
+        batch = run.config.global_batch_size
+        speed = summary["samples_per_sec"]
+        row = {
+            "run": run.name,
+            "ranks": run.ranks,
+            "batch": batch,
+            "samples_per_sec": speed,
+            "device_hours": run.ranks * batch * summary["iterations"] / speed / 3600,
+            "val_loss": summary.get("val_loss"),
+            "gib": summary["peak_memory_bytes"] / 2**30,
+        }
+        rows.append(row)
     base = min(rows, key=lambda row: (row["ranks"], -row["samples_per_sec"]), default={})
     for row in rows:
         row["speedup"] = row["samples_per_sec"] / base["samples_per_sec"]
@@ -181,5 +192,7 @@ def write_picture(path: str, figures: dict[str, Any]) -> None:
         raise UsageError(f"{path}: no run is finished, there is nothing to draw")
     rows["layout"] = rows["run"].str.rpartition("-")[0]
     speeds = rows.pivot(index="ranks", columns="layout", values="samples_per_sec")
-    speeds["perfect"] = speeds.iloc[0].max() / speeds.index[0] * speeds.index
+    # Perfect is the speed of a rank in the fastest of the smallest runs, times the ranks.
+    speed_of_rank = speeds.iloc[0].max() / speeds.index[0]
+    speeds["perfect"] = speed_of_rank * speeds.index
     save_curves(speeds, path, title=f"{figures['study']}: speed of all ranks", xlabel="ranks", ylabel="samples/s")

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Container, Iterator, Mapping
+from itertools import product
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -14,9 +15,11 @@ def in_turns(
     left_out: Container[str] = (),
 ) -> Iterator[tuple[int, str, T]]:
     """All cases in each round, as (number of the round, name, case), but those that are left out by then."""
-    started, turns = time.monotonic(), [(number, name) for number in range(rounds) for name in cases]
+    started = time.monotonic()
+    turns = list(product(range(rounds), cases))
     for turn, (number, name) in enumerate(turns, 1):
-        if name not in left_out:
-            seconds = time.monotonic() - started
-            print(f"turn {turn} of {len(turns)}, after {seconds:.0f} s: {name}", file=sys.stderr, flush=True)
-            yield number, name, cases[name]
+        if name in left_out:  # the caller may have added it since the last turn
+            continue
+        seconds = time.monotonic() - started
+        print(f"turn {turn} of {len(turns)}, after {seconds:.0f} s: {name}", file=sys.stderr, flush=True)
+        yield number, name, cases[name]

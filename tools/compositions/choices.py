@@ -34,6 +34,7 @@ EXAMPLES: dict[str, list[Any]] = {
     "domain_parallel": [2, 3, "2x2", "1x2"],
     "parallel_order": ["dp-pp-domain-cp-tp"],
 }
+# What some choices need beside them, by key and value.
 BROUGHT: dict[tuple[str, str], dict[str, Any]] = {
     ("model", "unet"): {"model_args": {"width": 4, "levels": 1}},
     ("model", "afno"): {"model_args": {"num_blocks": 2}},

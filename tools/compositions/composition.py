@@ -23,11 +23,26 @@ MOST_RANKS = 4  # of a composition: more would only wait for one another on few 
 COARSE = ("bf16", "fp16", "fp8")
 # A step of it takes milliseconds; heads, blocks, patches and samples can be shared by two and by four.
 TINY = (
-    "--yaml_config=config/ViT.yaml", "--config=quick", "--device=cpu", "--img_size", "16", "32", "--patch_size=4",
-    "--embed_dim=16", "--depth=2", "--num_heads=4", "--mlp_ratio=2", "--n_in_channels=3", "--n_out_channels=3",
-    "--global_batch_size=8", "--num_iters=12", "--warmup=2", "--sync_batchnorm",
-)  # fmt: skip
-STRATEGY, MICRO_BATCHES = "data_parallel", "gradient_accumulation"
+    "--yaml_config=config/ViT.yaml",
+    "--config=quick",
+    "--device=cpu",
+    "--img_size",
+    "16",
+    "32",
+    "--patch_size=4",
+    "--embed_dim=16",
+    "--depth=2",
+    "--num_heads=4",
+    "--mlp_ratio=2",
+    "--n_in_channels=3",
+    "--n_out_channels=3",
+    "--global_batch_size=8",
+    "--num_iters=12",
+    "--warmup=2",
+    "--sync_batchnorm",
+)
+STRATEGY = "data_parallel"
+MICRO_BATCHES = "gradient_accumulation"
 SPLITS = ("tensor_parallel", "context_parallel", "pipeline_parallel")
 
 
@@ -48,7 +63,8 @@ class Composition:
         text = " ".join(choice.name for choice in self.choices) or "nothing"
         if self.then is None:
             return text
-        return f"{text}, resumed with {' '.join(choice.name for choice in self.then) or 'one device'}"
+        resumed = " ".join(choice.name for choice in self.then) or "one device"
+        return f"{text}, resumed with {resumed}"
 
     @property
     def size(self) -> int:
@@ -60,9 +76,12 @@ class Composition:
         if self.then is not None:
             yield replace(self, then=None)
         for choice in self.choices:
-            yield replace(self, choices=tuple(other for other in self.choices if other != choice))
-        for choice in self.then or ():
-            yield replace(self, then=tuple(other for other in self.then or () if other != choice))
+            others = [other for other in self.choices if other != choice]
+            yield replace(self, choices=tuple(others))
+        then = self.then or ()
+        for choice in then:
+            others = [other for other in then if other != choice]
+            yield replace(self, then=tuple(others))
 
     def pairs(self) -> set[frozenset[str]]:
         """The pairs of choices that stand in it together."""
@@ -71,8 +90,11 @@ class Composition:
 
     def holds(self, other: "Composition") -> bool:
         """Tell whether all choices of another one are in this one."""
-        resumes_as_well = other.then is None or (self.then is not None and set(other.then) <= set(self.then))
-        return resumes_as_well and set(other.choices) <= set(self.choices)
+        if not set(other.choices) <= set(self.choices):
+            return False
+        if other.then is None:
+            return True
+        return self.then is not None and set(other.then) <= set(self.then)
 
 
 def settings_of(choices: Iterable[Choice]) -> dict[str, Any]:
@@ -80,6 +102,7 @@ def settings_of(choices: Iterable[Choice]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for choice in choices:
         settings |= choice.settings
+    # The key that a choice is about has the last word.
     for choice in choices:
         settings[choice.key] = choice.settings[choice.key]
     return settings
@@ -151,13 +174,16 @@ class Base:
         words = ["python", "plan.py", "check", "--all", f"--ranks={ranks_of(settings)}"]
         if composition.then is not None:
             others = settings_of(composition.then)
-            words.append(f"--then={shlex.join([f'--ranks={ranks_of(others)}', *words_of(others)])}")
+            then = shlex.join([f"--ranks={ranks_of(others)}", *words_of(others)])
+            words.append(f"--then={then}")
         return shlex.join([*words, *self.given, *words_of(settings)])
 
 
 def is_coarse(choices: Iterable[Choice]) -> bool:
     """Tell whether some choices compute or send in half precision."""
-    return any(value in COARSE for value in settings_of(list(choices)).values() if isinstance(value, str))
+    values = settings_of(list(choices)).values()
+    words = [value for value in values if isinstance(value, str)]
+    return any(word in COARSE for word in words)
 
 
 def has_own_numbers(choices: Iterable[Choice]) -> bool:

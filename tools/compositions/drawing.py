@@ -28,51 +28,66 @@ class Draws:
     """
 
     def __init__(self, base: Base, choices: Sequence[Choice], seed: int):
-        self.base, self.choices, self.chance = base, list(choices), random.Random(seed)
-        self.of_layouts = [choice for choice in self.choices if choice.key in keys_of_layouts()]
+        self.base = base
+        self.choices = list(choices)
+        self.chance = random.Random(seed)
+        layout_keys = keys_of_layouts()
+        self.of_layouts = [choice for choice in self.choices if choice.key in layout_keys]
         self.of_mesh = [choice for choice in self.choices if choice.key in MESH]
         self.pairs: list[tuple[Choice, Choice]] = []
         for first, second in combinations(self.choices, 2):
             if first.key != second.key:
                 self.pairs.append((first, second))
         self._shuffle()
-        self.uncovered = {frozenset((a.name, b.name)) for a, b in self.pairs}
+        self.uncovered = self._names_of_pairs()
         self.illegal: set[frozenset[str]] = set()
         self.refusals = Counter[str]()
 
     def __iter__(self) -> Iterator[Composition]:
         while True:
             for pair in self.pairs:
-                if frozenset(choice.name for choice in pair) not in self.uncovered:
+                first, second = pair
+                if frozenset((first.name, second.name)) not in self.uncovered:
                     continue
-                if composition := self._around(pair):
+                composition = self._around(pair)
+                if composition is not None:
                     yield composition
             # All pairs are covered: they are drawn once more, among others.
             self._shuffle()
-            self.uncovered = {frozenset((a.name, b.name)) for a, b in self.pairs} - self.illegal
+            self.uncovered = self._names_of_pairs() - self.illegal
+
+    def _names_of_pairs(self) -> set[frozenset[str]]:
+        return {frozenset((first.name, second.name)) for first, second in self.pairs}
 
     def _shuffle(self) -> None:
         """Put the pairs in a new order, those in front that say how work is shared: most mistakes are there."""
         self.chance.shuffle(self.pairs)
         shares_work = {*MESH, *keys_that_affect("layout")}
-        self.pairs.sort(key=lambda pair: not any(choice.key in shares_work for choice in pair))
+
+        def is_of_other_keys(pair: tuple[Choice, Choice]) -> bool:
+            return not any(choice.key in shares_work for choice in pair)
+
+        self.pairs.sort(key=is_of_other_keys)  # False comes before True; within both the new order stays
 
     def _around(self, pair: tuple[Choice, Choice]) -> Composition | None:
         """A legal composition with a pair in it; None where none was found."""
         chosen = self._made_legal(list(pair))
-        name = frozenset(choice.name for choice in pair)
+        first, second = pair
+        name = frozenset((first.name, second.name))
         self.uncovered.discard(name)
         if chosen is None:
             self.illegal.add(name)
             return None
+
+        # Choices that make the most new pairs are tried first.
         size = self.chance.choice(SIZES)
         others = self.chance.sample(self.choices, 3 * MOST)
         others.sort(key=lambda other: -self._count_new_pairs(other, chosen))
-        if not any(choice.key in MESH for choice in chosen) and self.chance.random() < SHARE_OF_SEVERAL_RANKS:
-            others = [
-                *self.chance.sample(self.of_mesh, len(self.of_mesh)),
-                *others,
-            ]  # else one rank is compared with one
+        has_several_ranks = any(choice.key in MESH for choice in chosen)
+        if not has_several_ranks and self.chance.random() < SHARE_OF_SEVERAL_RANKS:
+            # Most compositions have several ranks: on one rank there is little to go wrong.
+            sizes = self.chance.sample(self.of_mesh, len(self.of_mesh))
+            others = [*sizes, *others]
         for other in others:
             is_new = all(other.key not in choice.settings for choice in chosen)
             # A refused choice is passed over, so that most of what is drawn can run.

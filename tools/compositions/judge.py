@@ -23,7 +23,13 @@ from tools.planner.trace import is_exact, trace_step
 from tools.planner.validate import counts
 from utils.errors import UsageError, first_line
 
-PRELOADED = ["tools.compositions.judge", "tools.layout_check.check", "torch.distributed.pipelining", "torch._dynamo"]
+# Imported once, by the process of which all ranks are copies.
+PRELOADED = [
+    "tools.compositions.judge",
+    "tools.layout_check.check",
+    "torch.distributed.pipelining",
+    "torch._dynamo",
+]
 MESHES = 10  # of a team; each leaves threads of its groups behind, so a new team follows
 HANG_SECONDS = 120  # without an answer
 EQUAL, REFUSED, FINDING = "equal", "refused", "finding"
@@ -59,7 +65,8 @@ class Judge(AbstractContextManager):
         teams: Any = None,
         plans: bool = True,
     ):
-        self.base, self.plans = base, plans
+        self.base = base
+        self.plans = plans
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         config = base.config.model_copy(update={"comm_timeout": max(1, int(patience))})
@@ -80,7 +87,8 @@ class Judge(AbstractContextManager):
         """Run a composition, and tell what came out. Raises TooManyRanks for one that is not tried."""
         choices = composition.choices
         try:
-            case, reference = self.base.case(choices), self.base.reference(choices)
+            case = self.base.case(choices)
+            reference = self.base.reference(choices)
             then = None
             if composition.then is not None:
                 then = self.base.case(self.base.resumed(composition))
@@ -97,10 +105,13 @@ class Judge(AbstractContextManager):
             return Verdict(REFUSED, text=wanted.refused)
         is_own = has_own_numbers(choices)
         tolerances = FINE if wide else ROUGH
-        is_stopped = then is not None
+
         # The plan is traced by another process while the ranks train.
-        counting = Planning(self, case, wide) if self.plans and is_exact(case.config) else None
+        is_stopped = then is not None
         stop = HALF if is_stopped else STEPS
+        counting = None
+        if self.plans and is_exact(case.config):
+            counting = Planning(self, case, wide)
         first = Trial(case, 0, stop, wide, self.folder, saves=is_stopped, counts=counting is not None)
         outcomes = self.run(first)
         if counting:
@@ -110,8 +121,12 @@ class Judge(AbstractContextManager):
         problem = faults(outcomes, wanted, 0, stop, tolerances, is_own)
         if problem is None and counting:
             problem = counting.differences(outcomes)
-        if problem or then is None or outcomes[0].refused:
-            return problem or self.fair(outcomes)
+        if problem:
+            return problem
+        if then is None or outcomes[0].refused:
+            return self.fair(outcomes)
+
+        # Another layout goes on from the checkpoint, and has to give the numbers of one device as well.
         outcomes = self.run(Trial(then, HALF, STEPS, wide, self.folder, loads=True))
         if isinstance(outcomes, Verdict):
             return outcomes
@@ -132,8 +147,9 @@ class Judge(AbstractContextManager):
         if key not in self.references:
             found = self.run(Trial(case, wide=wide))
             if isinstance(found, Verdict):
-                found = Verdict(found.result, f"one device: {found.kind}", found.text)
-            self.references[key] = found if isinstance(found, Verdict) else found[0]
+                self.references[key] = Verdict(found.result, f"one device: {found.kind}", found.text)
+            else:
+                self.references[key] = found[0]
         return self.references[key]
 
     def run(self, trial: Trial) -> list[Outcome] | Verdict:
@@ -165,26 +181,29 @@ class Planning:
     """The plan of a case, which a process of its own traces while the ranks train."""
 
     def __init__(self, judge: Judge, case: Case, wide: bool):
-        self.pool, self.case = judge.planner, case
+        self.pool = judge.planner
+        self.case = case
         self.found: Counts | Exception | None = None
         self.thread = threading.Thread(target=self._trace, args=(wide, judge.patience))
         self.thread.start()
 
     def _trace(self, wide: bool, patience: float) -> None:
         try:
-            self.found = self.pool.call(1, planned_counts, self.case, wide, timeout=patience)[0]
+            (self.found,) = self.pool.call(1, planned_counts, self.case, wide, timeout=patience)
         except RanksFailed as failed:
             self.found = next(iter(failed.failures.values()))
 
     def differences(self, outcomes: Sequence[Outcome]) -> Verdict | None:
         """The finding where ranks hold, send or compute what is not planned; None where they do not, or refused."""
-        found, layout = self.found, self.case.layout
+        found = self.found
         if outcomes[0].refused:
             return None
         if isinstance(found, Exception) or found is None:
             text = described(found) if found else "no plan"
             return Verdict(FINDING, "plan", f"it cannot be planned: {text}")
-        ranks = sorted({0, int(layout.groups("pp")[0][-1])})  # those that are traced
+        # Traced are rank 0 and the last stage of its pipeline.
+        pipeline, *_ = self.case.layout.groups("pp")
+        ranks = sorted({0, int(pipeline[-1])})
         problems = []
         for rank, plan in zip(ranks, found, strict=True):
             problems += unplanned(outcomes[rank].counted or Counter(), plan)
@@ -237,17 +256,19 @@ def faults(
         if all(refusals):
             return None
         return Verdict(FINDING, "refusal", f"some ranks alone refuse: {next(filter(None, refusals))}")
-    if not all(map(math.isfinite, [*first.losses, first.validation])):
-        is_alike = not all(map(math.isfinite, [*wanted.losses, wanted.validation]))
-        if not is_alike:
-            return Verdict(FINDING, "losses", f"not finite: {first.losses}, validation {first.validation}")
+    # A run that diverges on one device may diverge in a layout.
+    is_finite = all(map(math.isfinite, [*first.losses, first.validation]))
+    should_be_finite = all(map(math.isfinite, [*wanted.losses, wanted.validation]))
+    if should_be_finite and not is_finite:
+        return Verdict(FINDING, "losses", f"not finite: {first.losses}, validation {first.validation}")
     if is_own:
         return None
     # Numbers first: copies that differ are often what wrong gradients lead to.
     measured = {"losses": first.losses, "norms": first.norms}
     expected = {"losses": wanted.losses[start:stop], "norms": wanted.norms[start:stop]}
     if stop == STEPS:
-        measured["validation"], expected["validation"] = [first.validation], [wanted.validation]
+        measured["validation"] = [first.validation]
+        expected["validation"] = [wanted.validation]
     for name, values in measured.items():
         for number, (value, right) in enumerate(zip(values, expected[name], strict=True), start + 1):
             error = abs(value - right) / max(abs(right), 1e-30)

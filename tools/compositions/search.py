@@ -77,7 +77,11 @@ class Report:
         return {
             "seed": self.seed,
             **{name: self.results[name] for name in (EQUAL, REFUSED, FINDING)},
-            "pairs": {"all": self.pairs, "left": self.pairs_left, "refused": self.pairs_refused},
+            "pairs": {
+                "all": self.pairs,
+                "left": self.pairs_left,
+                "refused": self.pairs_refused,
+            },
             "refusals": dict(self.refusals.most_common()),
             "findings": findings,
             "keys_without_values": self.without_values,
@@ -85,7 +89,8 @@ class Report:
 
     def text(self) -> str:
         """The report for people."""
-        total, covered = self.results.total(), self.pairs - self.pairs_left - self.pairs_refused
+        total = self.results.total()
+        covered = self.pairs - self.pairs_left - self.pairs_refused
         lines = [
             f"seed {self.seed}: {total} compositions: {self.results[EQUAL]} equal, {self.results[REFUSED]} refused, "
             f"{self.results[FINDING]} with findings",
@@ -113,8 +118,10 @@ def search(
             report.refusals[verdict.text] += 1
         if verdict.result == FINDING:
             note(report, composition, verdict, base, judge)
+    # What was refused while drawing was never run.
     report.refusals += draws.refusals
-    report.pairs, report.pairs_left = len(draws.pairs), len(draws.uncovered)
+    report.pairs = len(draws.pairs)
+    report.pairs_left = len(draws.uncovered)
     report.pairs_refused = len(draws.illegal)
 
 
@@ -156,15 +163,20 @@ def shrink(composition: Composition, verdict: Verdict, judge: Judge) -> tuple[Co
             except TooManyRanks:
                 continue
             if found.result == FINDING and is_same_kind(found.kind, verdict.kind):
-                composition, verdict, is_smaller = candidate, found, True
+                composition = candidate
+                verdict = found
+                is_smaller = True
                 break
     return composition, verdict
 
 
 def is_same_kind(found: str, before: str) -> bool:
     """Tell whether two findings are of one kind: numbers that differ, or the same other one."""
-    kinds = [kind.removeprefix("resumed: ") for kind in (found, before)]
-    return kinds[0] == kinds[1] or all(kind in NUMBERS for kind in kinds)
+    # A smaller composition may show the same mistake in another number, or without a stop and resume.
+    one = found.removeprefix("resumed: ")
+    other = before.removeprefix("resumed: ")
+    are_numbers = one in NUMBERS and other in NUMBERS
+    return one == other or are_numbers
 
 
 def named_composition(ranks: int, words: Sequence[str], then: str | None) -> Composition:
@@ -194,8 +206,9 @@ def choices_of_ranks(ranks: int, options: dict[str, Any]) -> Iterator[Choice]:
     others = ranks_of({key: options[key] for key in SPLITS if key in options})
     if ranks % others:
         raise UsageError(f"--ranks {ranks}: not a multiple of the {others} that the other dimensions have")
-    if ranks > others:
-        yield Choice(f"{DP}={ranks // others}", {DP: ranks // others})
+    dp = ranks // others
+    if dp > 1:
+        yield Choice(f"{DP}={dp}", {DP: dp})
 
 
 def main(argv: Sequence[str]) -> int:
@@ -228,8 +241,9 @@ def main(argv: Sequence[str]) -> int:
         report.without_values = [key for key in keys_without_values(base.config) if key not in EXAMPLES]
         draws = Draws(base, all_choices(base.config, given), seed)
         with Judge(base, options.patience) as judge:
+            end = time.monotonic() + 60 * options.minutes
             try:
-                search(base, draws, judge, report, time.monotonic() + 60 * options.minutes)
+                search(base, draws, judge, report, end)
             except KeyboardInterrupt:
                 was_interrupted = True  # what was found by then is told all the same
     else:

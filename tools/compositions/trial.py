@@ -98,7 +98,9 @@ def train(rank: Process, trial: Trial) -> Outcome:
     if trial.wide:  # in half precision nothing is zero but for rounding
         model = step.parallel.model
         hooks.append(step.optimizer.register_step_pre_hook(lambda *_: drop_rounding(model)))
-    losses, norms, batch = [], [], None
+    losses = []
+    norms = []
+    batch = None
     for i, batch in batches(step, trial.start, trial.stop):
         try:
             output = step(i, *batch, log_norm=True)
@@ -110,10 +112,10 @@ def train(rank: Process, trial: Trial) -> Outcome:
         assert output.grad_norm_squared is not None
         norms.append(output.grad_norm_squared)
     assert batch is not None
-    outcome = Outcome(
-        losses=(comm.all_reduce(torch.stack(losses)) / comm.world_size()).tolist(),
-        norms=comm.all_reduce(torch.stack(norms).double()).sqrt().tolist(),
-    )
+    # A loss is the mean over the ranks. The squares of the norms of their parts add up.
+    mean_losses = comm.all_reduce(torch.stack(losses)) / comm.world_size()
+    squares = comm.all_reduce(torch.stack(norms).double())
+    outcome = Outcome(losses=mean_losses.tolist(), norms=squares.sqrt().tolist())
     if trial.saves and folder:
         save_state(step, folder, trial.stop)
     outcome.validation = validate(step, *batch)

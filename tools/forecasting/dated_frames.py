@@ -41,12 +41,13 @@ def run_config(
     if not file.is_file():
         raise UsageError(f"{folder}: no run there (it has no config.yaml); give the folder of one, like logs/quick/00")
     name = next(iter(read_mappings(file, "configs")), "")
-    trained = check_config(read_named_config(file, name), name, f"{file}: {name}")
+    stored = read_named_config(file, name)
+    trained = check_config(stored, name, f"{file}: {name}")
     if not isinstance(task_of(trained), forecast.ForecastTask):
         raise UsageError(f"{folder}: is a run of task {trained.task}, which forecasts nothing")
     # Layout and regularisation of the training do not matter here: the defaults take their place.
     preset = {key: Config.model_fields[key].default for key in keys_that_affect("layout", "training")}
-    preset |= {"local_batch_size": 1}
+    preset["local_batch_size"] = 1
     words = [f"--yaml_config={file}", f"--config={name}", *words]
     config = load_config(words, world_size=world_size, splits=splits, preset=preset)
     for key in differing_keys(trained, config, "model"):
@@ -64,14 +65,29 @@ class DatedFrames:
     """
 
     def __init__(self, folder: Path | str, config: Config, device: torch.device):
-        self.folder, self.device, self.config = folder, device, config
+        self.folder = folder
+        self.device = device
+        self.config = config
         rows, columns = task_of(config).own_window()
-        channels = max(config.n_in_channels, config.n_out_channels)
-        remote = config.options(RemoteOptions)
-        self.dataset = FieldDataset(folder, channels, config.img_size, config.dt, None, rows, columns, remote=remote)
+        self.dataset = FieldDataset(
+            folder,
+            max(config.n_in_channels, config.n_out_channels),
+            config.img_size,
+            config.dt,
+            None,
+            rows,
+            columns,
+            remote=config.options(RemoteOptions),
+        )
         self.statistics = forecast.statistics_of(config, self.dataset.description.names)
-        self.means, self.stds = (torch.from_numpy(values).to(device) for values in self.statistics[:2])
-        self.forcings = Forcings(config.forcings, self.dataset, device) if config.forcings else None
+        means, stds, *_ = self.statistics
+        self.means = torch.from_numpy(means).to(device)
+        self.stds = torch.from_numpy(stds).to(device)
+        self.forcings = None
+        if config.forcings:
+            self.forcings = Forcings(config.forcings, self.dataset, device)
+
+        # The frames of all files are numbered through.
         times = self.dataset.times
         self.first_frame = np.cumsum([0, *map(len, times)])
         self.times = np.concatenate(times)
@@ -111,11 +127,13 @@ class DatedFrames:
 
     def read(self, times: np.ndarray) -> Tensor:
         """Read the frames at `times`, all of which must exist: (B, C, h, w), normalised, on the device."""
-        frames = np.empty((len(times), *self.dataset.shape[1:]), np.float32)
-        for index, out in zip(np.searchsorted(self.times, times), frames, strict=True):
+        dataset = self.dataset
+        frames = np.empty((len(times), *dataset.shape[1:]), np.float32)  # (B, C, h, w)
+        indices = np.searchsorted(self.times, times)  # (B,) of frames in all files
+        for index, out in zip(indices, frames, strict=True):
             number = int(np.searchsorted(self.first_frame, index, side="right")) - 1
-            file, frame = self.dataset.files[number], int(index - self.first_frame[number])
-            file.read(frame, out[None], self.dataset.rows, self.dataset.columns)
+            frame_in_file = int(index - self.first_frame[number])
+            dataset.files[number].read(frame_in_file, out[None], dataset.rows, dataset.columns)
         return (torch.from_numpy(frames).to(self.device) - self.means) / self.stds
 
     def with_forcings(self, frames: Tensor, times: np.ndarray) -> Tensor:
@@ -126,8 +144,10 @@ class DatedFrames:
 
     def starts(self, leads: Sequence[int]) -> np.ndarray:
         """The dates with all input frames, and a frame at every lead time (hours): (N,) datetime64[s]."""
-        there = [np.isin(self.times + lead * HOUR, self.times) for lead in (*self.input_leads, *leads)]
-        return self.times[np.logical_and.reduce(there)]
+        is_complete = np.ones(len(self.times), bool)
+        for lead in (*self.input_leads, *leads):
+            is_complete &= np.isin(self.times + lead * HOUR, self.times)
+        return self.times[is_complete]
 
     def describe(self) -> str:
         """The range of dates as text."""
@@ -145,14 +165,16 @@ def choose_starts(
     are followed by a frame at every lead time. Raises UsageError with the available dates if a date is missing or too
     few data follow it.
     """
-    there, longest = frames.describe(), leads[-1]
+    there = frames.describe()
+    longest = leads[-1]
     possible = frames.starts(leads)
     if len(possible) == 0:
         raise UsageError(f"no date has {longest} hours of data after it for a forecast of that length: {there}")
     if isinstance(wanted, int):
         if not 1 <= wanted <= len(possible):
             raise UsageError(f"starts {wanted}: 1 to {len(possible)} dates have {longest} hours after them: {there}")
-        return possible[np.linspace(0, len(possible) - 1, wanted).round().astype(int)]
+        spread_evenly = np.linspace(0, len(possible) - 1, wanted).round().astype(int)
+        return possible[spread_evenly]
     dates = sorted({parse_date(text) for text in wanted})
     for date in dates:
         if date not in possible:

@@ -27,11 +27,29 @@ from weather.hdf5_file import WITHOUT_LOCKS
 from weather.time_axis import show
 
 FULL = {"_FillValue": None}  # encoding: no value is missing
-DATE = FULL | {"units": "hours since 1970-01-01 00:00:00", "calendar": "standard", "dtype": "int32"}
-SKILL, LAYOUTS = "skill.json", ("cf", "weatherbench2")
-LEVEL = {"standard_name": "air_pressure", "long_name": "pressure level", "units": "hPa", "positive": "down"}
+DATE = FULL | {
+    "units": "hours since 1970-01-01 00:00:00",
+    "calendar": "standard",
+    "dtype": "int32",
+}
+SKILL = "skill.json"
+LAYOUTS = ("cf", "weatherbench2")
+LEVEL = {
+    "standard_name": "air_pressure",
+    "long_name": "pressure level",
+    "units": "hPa",
+    "positive": "down",
+}
+HEIGHT = {
+    "standard_name": "height",
+    "long_name": "height above the ground",
+    "units": "m",
+    "positive": "up",
+}
 ON_SCALE = {"units_metadata": "temperature: on_scale"}  # and no difference of temperatures
 KEPT = ("units", "standard_name", "units_metadata")  # attributes that all levels of a variable share
+DATES = ("forecast_reference_time", "lead_time")
+DIMS = (*DATES, "latitude", "longitude")
 Scalar = tuple[str, tuple[Any, ...]]  # name, (dims, value, attributes, encoding)
 
 
@@ -48,6 +66,7 @@ def prepare_folder(path: Path | str) -> None:
             raise UsageError(f"{files[0]}: was not written by a forecast of this program: choose another --out")
         for file in files:
             file.unlink()
+        # From now on the folder counts as ours, even if this forecast is stopped before it writes its skill.
         (path / SKILL).write_text("{}\n")
 
 
@@ -73,7 +92,9 @@ def file_name(start: np.datetime64) -> str:
 
 def write_netcdf(folder: Path | str, forecast: xarray.Dataset, layout: str = "cf") -> None:
     """Write a Dataset of forecast_dataset to a file named by its start date. Raises OSError, naming the file."""
-    with whole_file(Path(folder) / file_name(forecast["forecast_reference_time"].values[0])) as part:
+    start = forecast["forecast_reference_time"].values[0]
+    file = Path(folder) / file_name(start)
+    with whole_file(file) as part:
         data = weatherbench2_dataset(forecast) if layout == "weatherbench2" else forecast
         with closing(H5NetCDFStore.open(part, mode="w", driver_kwds=WITHOUT_LOCKS)) as store:
             data.dump_to_store(store)
@@ -93,26 +114,40 @@ def forecast_dataset(
     start: datetime64. leads: (L,) hours. fields: (L, C, H, W), float32, in physical units. names, units: of the C
     channels. attributes: of the file, besides Conventions.
     """
-    reference, hours = np.array([start], "datetime64[s]"), np.asarray(leads, np.int32)
-    north, east = {"units": "degrees_north", "axis": "Y"}, {"units": "degrees_east", "axis": "X"}
-    dates = ("forecast_reference_time", "lead_time")
-    coordinates: dict[str, Any] = {
-        "forecast_reference_time": (dates[:1], reference, _described("forecast_reference_time"), DATE),
-        "lead_time": (dates[1:], hours, _described("forecast_period") | {"units": "hours"}),
-        "latitude": ("latitude", grid.latitude, _described("latitude") | north, FULL),
-        "longitude": ("longitude", grid.longitude, _described("longitude") | east, FULL),
-        "time": (dates, reference[:, None] + hours * HOUR, _described("time"), DATE),
-    }
+    # The dimension of start dates has one date here. Tools then join the files of several dates along it.
+    coordinates = _coordinates(np.array([start], "datetime64[s]"), np.asarray(leads, np.int32), grid)
     variables = {}
     for c, (name, unit) in enumerate(zip(names, units, strict=True)):
-        standard_name, scalar = describe_channel(name)
         attrs = {"long_name": channel_of(name).long_name, "units": unit or "1"}
-        attrs |= {"standard_name": standard_name} if standard_name else {}
-        attrs |= ON_SCALE if unit == "K" else {}
-        coordinates |= {scalar[0]: scalar[1]} if scalar else {}
-        encoding = FULL | {"coordinates": f"time {scalar[0]}" if scalar else "time"}
-        variables[name] = ((*dates, "latitude", "longitude"), fields[None, :, c], attrs, encoding)
+        standard_name, scalar = describe_channel(name)
+        if standard_name:
+            attrs["standard_name"] = standard_name
+        if unit == "K":
+            attrs |= ON_SCALE
+        # Coordinates that are no dimensions of a variable are named in its attributes (CF 5).
+        auxiliary = "time"
+        if scalar:
+            level_name, level = scalar
+            coordinates[level_name] = level
+            auxiliary = f"time {level_name}"
+        field = fields[None, :, c]  # (1, L, H, W)
+        variables[name] = (DIMS, field, attrs, FULL | {"coordinates": auxiliary})
     return xarray.Dataset(variables, coordinates, {"Conventions": "CF-1.11", **attributes})
+
+
+def _coordinates(reference: np.ndarray, hours: np.ndarray, grid: Grid) -> dict[str, Any]:
+    """{name: (dims, values, attributes[, encoding])}. reference: (1,) dates. hours: (L,) lead times."""
+    valid = reference[:, None] + hours * HOUR  # (1, L)
+    period = _described("forecast_period") | {"units": "hours"}
+    north = _described("latitude") | {"units": "degrees_north", "axis": "Y"}
+    east = _described("longitude") | {"units": "degrees_east", "axis": "X"}
+    return {
+        DATES[0]: (DATES[:1], reference, _described(DATES[0]), DATE),
+        DATES[1]: (DATES[1:], hours, period),
+        "latitude": ("latitude", grid.latitude, north, FULL),
+        "longitude": ("longitude", grid.longitude, east, FULL),
+        "time": (DATES, valid, _described("time"), DATE),
+    }
 
 
 def describe_channel(name: str) -> tuple[str | None, Scalar | None]:
@@ -120,21 +155,25 @@ def describe_channel(name: str) -> tuple[str | None, Scalar | None]:
     quantity, level = quantity_of(name)
     standard_name, height = ERA5["cf"].get(quantity, (None, None))
     if height:
-        attrs = {"standard_name": "height", "long_name": "height above the ground", "units": "m", "positive": "up"}
-        return standard_name, (f"height{height:.0f}", ((), height, attrs, FULL))
-    return standard_name, (f"p{level}", ((), float(level), LEVEL, FULL)) if level else None
+        return standard_name, (f"height{height:.0f}", ((), height, HEIGHT, FULL))
+    if level:
+        return standard_name, (f"p{level}", ((), float(level), LEVEL, FULL))
+    return standard_name, None
 
 
 def _described(standard_name: str) -> dict[str, str]:
     attrs = {"standard_name": standard_name, "long_name": standard_name.replace("_", " ")}
-    return attrs | ({"units_metadata": "leap_seconds: none"} if standard_name.endswith("time") else {})
+    if standard_name.endswith("time"):
+        attrs["units_metadata"] = "leap_seconds: none"
+    return attrs
 
 
 def quantity_of(channel: str) -> tuple[str, int | None]:
     """(quantity of ERA5, level in hPa or None) of a channel: z500 is ("z", 500); ("", None) for any other."""
     quantity, level = channel_key(channel)
-    known = quantity in QUANTITIES and (len(quantity) > 1 or level is not None)
-    return (quantity, level) if known else ("", None)
+    # A single letter, such as z, names a quantity at a level. Without one it is somebody else's channel.
+    is_known = quantity in QUANTITIES and (len(quantity) > 1 or level is not None)
+    return (quantity, level) if is_known else ("", None)
 
 
 def _in_units_of_weatherbench2(field: xarray.DataArray, quantity: str) -> xarray.DataArray:
@@ -148,7 +187,8 @@ def _in_units_of_weatherbench2(field: xarray.DataArray, quantity: str) -> xarray
     units = QUANTITIES[quantity].units
     factor, offset = conversion
     if units == "%":
-        factor, units = factor / 100, "1"
+        factor = factor / 100
+        units = "1"
     is_same = (factor, offset) == (1, 0)
     converted = field if is_same else field * factor + offset
     on_scale = ON_SCALE if units == "K" else {}
@@ -164,22 +204,29 @@ def weatherbench2_dataset(forecast: xarray.Dataset) -> xarray.Dataset:
     """
     data = forecast.reset_coords(drop=True).drop_encoding()
     data = data.rename(forecast_reference_time="time", lead_time="prediction_timedelta")
-    data["prediction_timedelta"] = data["prediction_timedelta"].astype("timedelta64[h]").astype("timedelta64[ns]")
+    hours = data["prediction_timedelta"].astype("timedelta64[h]")
+    data["prediction_timedelta"] = hours.astype("timedelta64[ns]")
     del data["prediction_timedelta"].attrs["units"]  # timedelta64 has its own
+
+    # The channels of one quantity become the levels of one variable.
     stacks: dict[str, list[xarray.DataArray]] = {}
     for channel, field in data.data_vars.items():
         quantity, level = quantity_of(str(channel))
         field = _in_units_of_weatherbench2(field, quantity)
         variable = QUANTITIES[quantity].names[1] if quantity else str(channel)
         attributes = {key: field.attrs[key] for key in KEPT if key in field.attrs}
-        field = field if level is None else field.expand_dims(level=[level], axis=2)
+        if level is not None:
+            field = field.expand_dims(level=[level], axis=2)
         field.attrs = {"long_name": variable.replace("_", " "), **attributes}
         stacks.setdefault(variable, []).append(field)
-    variables = {
-        name: xarray.concat(fields, "level").sortby("level") if "level" in fields[0].dims else fields[0]
-        for name, fields in stacks.items()
-    }
-    data = xarray.Dataset(variables, attrs=forecast.attrs)  # gives all the same levels, with NaN where one had none
+    variables = {}
+    for name, fields in stacks.items():
+        variables[name] = fields[0]
+        if "level" in fields[0].dims:
+            variables[name] = xarray.concat(fields, "level").sortby("level")
+
+    # A Dataset gives all variables the same levels, with NaN where one has none.
+    data = xarray.Dataset(variables, attrs=forecast.attrs)
     data["time"].encoding = forecast["forecast_reference_time"].encoding
     data["prediction_timedelta"].encoding = {"units": "hours", "dtype": "int32"}
     for name in ("latitude", "longitude"):

@@ -75,18 +75,21 @@ def roll_out(
         for batch, count in enumerate(order.counts()):
             dates = starts[order.samples(batch)]
             is_example = writes and example is None
-            made = rollout.forecast(dates, count, keeps=is_example or (writes and out is not None), shows=is_example)
+            keeps = is_example or (writes and out is not None)
+            made = rollout.forecast(dates, count, keeps=keeps, shows=is_example)
             if made is None:
                 continue
             fields, truth = made
             if is_example and count:
                 example = truth, fields[0, :, rollout.shown]
             if out:
-                for date, one in zip(dates, fields, strict=False):
-                    write_netcdf(out, forecast_dataset(date, leads, one, names, units, grid, attributes), layout)
+                for date, one in zip(dates, fields, strict=False):  # without the dates that repeat
+                    forecast = forecast_dataset(date, leads, one, names, units, grid, attributes)
+                    write_netcdf(out, forecast, layout)
     scores = rollout.skill.compute(names)  # a collective: after it, every rank has written its files
-    truth, forecast = example or (np.empty(0), np.empty(0))
-    return Result(starts, leads, names, units, grid, scores, rollout.spectra.compute(), channel, truth, forecast)
+    spectra = rollout.spectra.compute()
+    shown_truth, shown_forecast = example or (np.empty(0), np.empty(0))
+    return Result(starts, leads, names, units, grid, scores, spectra, channel, shown_truth, shown_forecast)
 
 
 class _Rollout:
@@ -95,14 +98,19 @@ class _Rollout:
     def __init__(
         self, parallel: ParallelModel, frames: DatedFrames, leads: list[int], config: Config, channel: str
     ) -> None:
-        self.parallel, self.frames, self.leads, self.config = parallel, frames, leads, config
+        self.parallel = parallel
+        self.frames = frames
+        self.leads = leads
+        self.config = config
         self.n_out = config.n_out_channels
         all_names, all_units, self.grid = frames.dataset.description
         self.names = all_names[: self.n_out]
         self.units = all_units[: self.n_out]
         self.shown = all_names.index(channel)
         statistics = [values[: self.n_out] for values in frames.statistics]
-        self.means, self.stds, _ = map(torch.from_numpy, statistics)
+        means, stds, _ = statistics
+        self.means = torch.from_numpy(means)
+        self.stds = torch.from_numpy(stds)
         self.skill = LeadTimeSkill(len(leads), self.grid.latitude, statistics, frames.device)
         self.spectra = LeadTimeSpectra(leads, self.grid, self.stds, frames.device)
 
@@ -118,12 +126,14 @@ class _Rollout:
         keeps: whether fields are wanted: forecasts (B, L, C, H, W), in physical units. shows: also the truth (L, H, W)
         of the shown channel after the first date, which is empty without.
         """
-        frames, whole = self.frames, self.parallel.whole_images
+        frames = self.frames
+        whole = self.parallel.whole_images
         read = [frames.read(dates + lead * HOUR) for lead in frames.input_leads]
         latest = torch.cat([frame[:, : self.config.n_in_channels] for frame in read], 1)  # (B, frames * C, h, w)
         persistence = whole(read[0][:, : self.n_out])[:count]  # (b, C, H, W)
         steps = rollout_of(self.config, frames.device)
-        kept, truths = [], []
+        kept = []
+        truths = []
         for step, lead in enumerate(self.leads):
             x = frames.with_forcings(latest, dates + (lead - self.leads[0]) * HOUR)
             (state,) = steps.steps(self.parallel.model, x, 1)
@@ -138,7 +148,8 @@ class _Rollout:
                 truths.append(self._physical(truth[:1])[:, self.shown])
         if not keeps:
             return None
-        return np.stack(kept, 1), np.concatenate(truths) if shows else np.empty(0)
+        truth_of_shown = np.concatenate(truths) if shows else np.empty(0)  # (L, H, W)
+        return np.stack(kept, 1), truth_of_shown
 
     def _physical(self, fields: Tensor) -> np.ndarray:
         return (fields.cpu() * self.stds + self.means).numpy()
@@ -185,16 +196,20 @@ class LeadTimeSkill:
     ):
         means, stds, time_means = map(torch.from_numpy, statistics)
         self.climatology = ((time_means - means) / stds).to(device)
-        self.metrics = {
-            name: [ForecastMetrics(latitude, stds, self.climatology) for _ in range(steps)] for name in FORECASTS
-        }
+        self.metrics: dict[str, list[ForecastMetrics]] = {}  # of each forecast, one for each lead time
+        for name in FORECASTS:
+            self.metrics[name] = [ForecastMetrics(latitude, stds, self.climatology) for _ in range(steps)]
 
     def update(self, step: int, start: Tensor, forecast: Tensor, truth: Tensor) -> None:
         """Add the errors of a batch at a step of the rollout, counted from 0.
 
         start (the initial state), forecast, truth: whole images, (B, C, H, W), normalised.
         """
-        forecasts = {"model": forecast, "persistence": start, "climatology": self.climatology.expand_as(truth)}
+        forecasts = {
+            "model": forecast,
+            "persistence": start,
+            "climatology": self.climatology.expand_as(truth),
+        }
         for name, field in forecasts.items():
             self.metrics[name][step].update(field, truth)
 

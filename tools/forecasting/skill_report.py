@@ -20,57 +20,108 @@ from weather.time_axis import show
 
 
 def write_report(
-    result: Result, out: Path | str, about: dict[str, Any], files: bool, others: Mapping[str, dict[str, Any]]
+    result: Result,
+    out: Path | str,
+    about: dict[str, Any],
+    files: bool,
+    others: Mapping[str, dict[str, Any]],
 ) -> None:
     """Write skill, pictures and animation of a Result to the folder `out`, and print a summary. One rank calls this.
 
     about: of output_files.attributes. files: the forecasts are in the folder as NetCDF. others: of read_skill, by run.
     """
-    out, first, spectra = Path(out), result.starts[0], result.spectra
+    out = Path(out)
     units = dict(zip(result.names, result.units, strict=True))
     headline = [name for name in HEADLINE if name in units] or result.names[:4]
-    names = [file_name(start) for start in result.starts] if files else []
-    pictures = ["skill.png", "spectra.png", f"{result.channel}.png", f"{result.channel}.webp"]
-    record = {
-        **about, "starts": [show(start) for start in result.starts], "lead_hours": result.leads, "units": units,
-        **result.skill,
-        "spectra": {
-            "lead_hours": spectra.leads, "ratio_up_to_km": spectra.short,  # short waves of every channel, of truth
-            "ratio": dict(zip(result.names, spectra.ratio().tolist(), strict=True)),
-            "wavelengths_km": spectra.wavelengths.tolist(),
-            "power": {
-                name: {key: values.tolist() for key, values in spectra.of(result.names.index(name)).items()}
-                for name in [*headline, result.channel]
-            },
-        },
-    }  # fmt: skip
+    record = _skill_record(result, about, headline, units)
     write_json(out / SKILL, record)
-
-    save(skill_figure(result.skill, headline, units, result.leads), out / pictures[0], dpi=100)
-    power = {name: result.spectra.of(result.names.index(name)) for name in headline}
-    save(spectra_figure(power, result.spectra.wavelengths, result.spectra.leads, units), out / pictures[1], dpi=100)
-    unit, channel = units[result.channel], result.channel
-    some = spread(len(result.leads))[::-2][::-1]  # every other one, counted from the last
-    leads = [result.leads[i] for i in some]
-    title = f"{channel}, forecast from {show(first)}"
-    maps = lead_time_figure(result.truth[some], result.forecast[some], leads, result.grid, title, unit)
-    save(maps, out / pictures[2], dpi=80)
-    animate(
-        out / pictures[3], result.truth, result.forecast, result.leads, result.grid,
-        lambda lead: f"{title} + {lead} h = {show(first + lead * HOUR)}", unit,
-    )  # fmt: skip
+    pictures = _draw_pictures(result, out, headline, units)
 
     print(f"\n{skill_table(result, headline, units)}")
-    short = f"{result.spectra.short:.0f} km"
     for run, skill in {"": record, **others}.items():
         hours = [f"{name} {useful_hours(skill['rmse'], name, result.leads)} h" for name in headline]
-        print(f"RMSE below persistence and climatology up to: {', '.join(hours)}{run and f' ({run})'}")
+        of_run = f" ({run})" if run else ""
+        print(f"RMSE below persistence and climatology up to: {', '.join(hours)}{of_run}")
+    short = f"{result.spectra.short:.0f} km"
     print(f"power: of the model at wavelengths up to {short}, relative to truth: less than 1 is blur, more is noise\n")
-    finite = np.isfinite(list(result.skill["rmse"]["model"].values())).all(0)  # (L,)
+
+    # A model that amplifies its own output ends in infinity or NaN.
+    rmse_of_model = list(result.skill["rmse"]["model"].values())  # (C, L)
+    finite = np.isfinite(rmse_of_model).all(0)  # (L,)
     if not finite.all():
-        print(f"the forecast is not finite from {result.leads[finite.argmin()]} hours on: the rollout is unstable")
-    print(f"everything is in {out}: {', '.join(['skill.json', *pictures[:3], *names[:1]])}{' ...' * (len(names) > 1)}")
-    print(f"animation:  {out / pictures[3]}")
+        first_broken = finite.argmin()
+        print(f"the forecast is not finite from {result.leads[first_broken]} hours on: the rollout is unstable")
+    _print_files(result, out, pictures, files)
+
+
+def _skill_record(
+    result: Result,
+    about: dict[str, Any],
+    headline: Sequence[str],
+    units: dict[str, str],
+) -> dict[str, Any]:
+    """The content of skill.json. about: as in write_report. headline: channels whose whole spectra are kept."""
+    spectra = result.spectra
+    power = {}
+    for name in [*headline, result.channel]:
+        of_channel = spectra.of(result.names.index(name))
+        power[name] = {key: values.tolist() for key, values in of_channel.items()}
+    ratio = spectra.ratio().tolist()
+    return {
+        **about,
+        "starts": [show(start) for start in result.starts],
+        "lead_hours": result.leads,
+        "units": units,
+        **result.skill,
+        "spectra": {
+            "lead_hours": spectra.leads,
+            "ratio_up_to_km": spectra.short,  # short waves of every channel, of truth
+            "ratio": dict(zip(result.names, ratio, strict=True)),
+            "wavelengths_km": spectra.wavelengths.tolist(),
+            "power": power,
+        },
+    }
+
+
+def _draw_pictures(result: Result, out: Path, headline: Sequence[str], units: dict[str, str]) -> list[str]:
+    """Write curves, maps and the animation; returns the names of their files, the animation last."""
+    channel = result.channel
+    unit = units[channel]
+    pictures = ["skill.png", "spectra.png", f"{channel}.png", f"{channel}.webp"]
+    skill_file, spectra_file, maps_file, animation_file = (out / name for name in pictures)
+
+    curves = skill_figure(result.skill, headline, units, result.leads)
+    save(curves, skill_file, dpi=100)
+    spectra = result.spectra
+    power = {name: spectra.of(result.names.index(name)) for name in headline}
+    curves = spectra_figure(power, spectra.wavelengths, spectra.leads, units)
+    save(curves, spectra_file, dpi=100)
+
+    # Maps show every other lead time of the table. Counted from the last, the longest forecast is among them.
+    shown = spread(len(result.leads))[::-2]
+    shown.reverse()
+    leads = [result.leads[i] for i in shown]
+    first = result.starts[0]
+    title = f"{channel}, forecast from {show(first)}"
+    maps = lead_time_figure(result.truth[shown], result.forecast[shown], leads, result.grid, title, unit)
+    save(maps, maps_file, dpi=80)
+
+    def title_of(lead: int) -> str:
+        return f"{title} + {lead} h = {show(first + lead * HOUR)}"
+
+    animate(animation_file, result.truth, result.forecast, result.leads, result.grid, title_of, unit)
+    return pictures
+
+
+def _print_files(result: Result, out: Path, pictures: Sequence[str], files: bool) -> None:
+    """Print where everything is. Of the forecasts, one for each start date, the first file is named."""
+    *images, animation = pictures
+    written = [SKILL, *images]
+    if files:
+        written.append(file_name(result.starts[0]))
+    more = " ..." if files and len(result.starts) > 1 else ""
+    print(f"everything is in {out}: {', '.join(written)}{more}")
+    print(f"animation:  {out / animation}")
 
 
 def read_skill(run: Path | str, starts: Iterable[np.datetime64], leads: Sequence[int]) -> dict[str, Any]:
@@ -79,23 +130,30 @@ def read_skill(run: Path | str, starts: Iterable[np.datetime64], leads: Sequence
     if not path.exists():
         raise UsageError(f"{path}: no forecast yet: python forecast.py --run_folder {run}")
     record = read_json(path)
-    if [record.get("lead_hours"), record.get("starts")] != [list(leads), [show(start) for start in starts]]:
+    dates = [show(start) for start in starts]
+    is_same = record.get("lead_hours") == list(leads) and record.get("starts") == dates
+    if not is_same:
         raise UsageError(f"{path}: its forecast has other dates or lead times: compare those of the same options")
     return record
 
 
 def skill_table(result: Result, channels: Sequence[str], units: dict[str, str]) -> str:
     """RMSE of each forecast, ACC and power of the model by lead time, as text."""
-    some, power = spread(len(result.leads)), dict(zip(result.names, result.spectra.ratio(), strict=True))
+    shown = spread(len(result.leads))
+    ratio = result.spectra.ratio()  # (C, lead times of the spectra, which are those that are shown)
+    power = dict(zip(result.names, ratio, strict=True))
     rows: list[list[Any]] = []
     for name in channels:
+        label = f"{name} ({units[name]})"
         scores = {f"RMSE {forecast}": values[name] for forecast, values in result.skill["rmse"].items()}
         scores["ACC model"] = result.skill["acc"]["model"][name]
-        for label, values in scores.items():
-            rows.append([f"{name} ({units[name]})", label, *(values[i] for i in some)])
-        rows.append([f"{name} ({units[name]})", "power model", *power[name]])
-    titles = {f"mean over {len(result.starts)} starts": "", "score": ""}
-    return format_table(titles | {f"{result.leads[i]} h": ".3f" for i in some}, rows)
+        for score, values in scores.items():
+            rows.append([label, score, *(values[i] for i in shown)])
+        rows.append([label, "power model", *power[name]])
+    columns = {f"mean over {len(result.starts)} starts": "", "score": ""}
+    for i in shown:
+        columns[f"{result.leads[i]} h"] = ".3f"
+    return format_table(columns, rows)
 
 
 def useful_hours(rmse: Mapping[str, Mapping[str, Sequence[float | None]]], name: str, leads: Sequence[int]) -> int:
@@ -103,7 +161,10 @@ def useful_hours(rmse: Mapping[str, Mapping[str, Sequence[float | None]]], name:
 
     rmse: {forecast: {channel: value at each lead time}}, of a Result or of skill.json.
     """
-    values = [np.array(rmse[forecast][name], float) for forecast in ("model", "persistence", "climatology")]
-    better = values[0] < np.minimum(values[1], values[2])
+    model = np.array(rmse["model"][name], float)  # (L,)
+    persistence = np.array(rmse["persistence"][name], float)
+    climatology = np.array(rmse["climatology"][name], float)
+    better = model < np.minimum(persistence, climatology)
+    # argmin is the first lead time at which the model is no better.
     count = len(better) if better.all() else int(better.argmin())
     return leads[count - 1] if count else 0

@@ -35,15 +35,20 @@ class Spectra:
 
     def ratio(self) -> np.ndarray:
         """Power of the model in short waves, relative to truth: (C, L). Less than 1 is blur, more is noise."""
-        short = self.wavelengths <= self.short
-        model, truth = (self.power[name][..., short].sum(-1) for name in ("model", "truth"))
+        is_short = self.wavelengths <= self.short  # (K,)
+        model = self.power["model"][..., is_short].sum(-1)  # (C, L)
+        truth = self.power["truth"][..., is_short].sum(-1)
         with np.errstate(divide="ignore", invalid="ignore"):
             return model / truth
 
 
 def spread(count: int, parts: int = 5) -> list[int]:
     """Some of the indices 0 to count - 1: the first, and the last one of each of `parts` equal parts."""
-    return sorted({0} | {max(0, round(count * part / parts) - 1) for part in range(1, parts + 1)})
+    indices = {0}
+    for part in range(1, parts + 1):
+        end = round(count * part / parts)
+        indices.add(max(0, end - 1))
+    return sorted(indices)
 
 
 class LeadTimeSpectra:
@@ -59,18 +64,30 @@ class LeadTimeSpectra:
         stds: Tensor,
         device: torch.device,
     ):
-        latitude, width = np.abs(grid.latitude), len(grid.longitude)
-        middle = (MIDDLE[0] <= latitude) & (latitude <= MIDDLE[1])
-        rows = np.flatnonzero(middle if middle.any() else latitude < 89.9)  # a grid may have none: then all but poles
+        self.leads = leads
+        self.steps = {step: place for place, step in enumerate(spread(len(leads)))}  # place: in the sums
+
+        # A grid may have no rows of middle latitudes. Then all rows count but the poles, which have no length.
+        latitude = np.abs(grid.latitude)
+        is_middle = (MIDDLE[0] <= latitude) & (latitude <= MIDDLE[1])
+        counts = is_middle if is_middle.any() else latitude < 89.9
+        rows = np.flatnonzero(counts)  # (h,)
+
+        width = len(grid.longitude)
+        waves = width // 2
         spacing = abs(grid.longitude[1] - grid.longitude[0])
-        lengths = np.deg2rad(width * spacing) * EARTH_RADIUS * np.cos(np.deg2rad(latitude[rows]))  # km
-        self.leads, self.steps = leads, {step: i for i, step in enumerate(spread(len(leads)))}
-        self.wavelengths = lengths.mean() / np.arange(1, width // 2 + 1)
-        self.short = float(self.wavelengths[-(-width // SHORT) - 1])
+        angle = np.deg2rad(width * spacing)
+        lengths = angle * EARTH_RADIUS * np.cos(np.deg2rad(latitude[rows]))  # (h,) km
+        self.wavelengths = lengths.mean() / np.arange(1, waves + 1)
+        longest_short = -(-width // SHORT) - 1  # index of the wave that is SHORT grid spacings long, or just less
+        self.short = float(self.wavelengths[longest_short])
+
         self.rows = torch.from_numpy(rows).to(device)
-        # 2 C in metres, and normalised fields back in their units
-        self.scale = (2000 * stds.float().square() * torch.from_numpy(lengths).float()[:, None]).to(device)  # (C, h, 1)
-        self.sums = torch.zeros(len(self.steps), 2, len(stds), width // 2, device=device)
+        # This is 2 C in metres. The variances bring normalised fields back to their units.
+        variances = stds.float().square()  # (C, 1, 1)
+        row_lengths = torch.from_numpy(lengths).float()[:, None]  # (h, 1)
+        self.scale = (2000 * variances * row_lengths).to(device)  # (C, h, 1)
+        self.sums = torch.zeros(len(self.steps), 2, len(stds), waves, device=device)
         self.samples = torch.zeros(len(self.steps), device=device)
 
     def update(self, step: int, forecast: Tensor, truth: Tensor) -> None:
@@ -78,17 +95,29 @@ class LeadTimeSpectra:
 
         forecast, truth: whole images, (B, C, H, W), normalised.
         """
-        if step in self.steps and len(forecast):  # a rank may have no start left
-            fields = torch.stack([forecast, truth], 1).index_select(-2, self.rows)  # (B, 2, C, h, W)
-            waves = torch.fft.rfft(fields.float(), norm="forward")[..., 1:]
-            power = (waves.abs().square() * self.scale).mean(-2)
-            self.sums[self.steps[step]] += power.sum(0)
-            self.samples[self.steps[step]] += len(forecast)
+        is_empty = len(forecast) == 0  # a rank may have no start left
+        if step not in self.steps or is_empty:
+            return
+        images = torch.stack([forecast, truth], 1)  # (B, 2, C, H, W)
+        fields = images.index_select(-2, self.rows)  # (B, 2, C, h, W)
+        amplitudes = torch.fft.rfft(fields.float(), norm="forward")
+        waves = amplitudes[..., 1:]  # (B, 2, C, h, W / 2), without the mean of a row
+        power = (waves.abs().square() * self.scale).mean(-2)  # (B, 2, C, W / 2)
+        place = self.steps[step]
+        self.sums[place] += power.sum(0)
+        self.samples[place] += len(forecast)
 
     def compute(self) -> Spectra:
         """The mean over all samples of all ranks. All ranks call this together."""
-        mine = torch.cat([self.sums.flatten(1), self.samples[:, None]], 1)
-        total = comm.global_mean(mine[None]).cpu()
-        mean = (total[:, :-1] / total[:, -1:]).view(self.sums.shape).numpy()
-        power = {name: mean[:, i].swapaxes(0, 1) for i, name in enumerate(("model", "truth"))}
-        return Spectra([self.leads[step] for step in self.steps], self.wavelengths, power, self.short)
+        # Sums and their counts travel in one message. Both come back divided by the ranks, which their ratio undoes.
+        packed = torch.cat([self.sums.flatten(1), self.samples[:, None]], 1)
+        total = comm.global_mean(packed[None]).cpu()
+        sums = total[:, :-1]
+        samples = total[:, -1:]
+        mean = (sums / samples).view(self.sums.shape).numpy()  # (L, 2, C, K)
+        power = {
+            "model": mean[:, 0].swapaxes(0, 1),  # (C, L, K)
+            "truth": mean[:, 1].swapaxes(0, 1),
+        }
+        leads = [self.leads[step] for step in self.steps]
+        return Spectra(leads, self.wavelengths, power, self.short)

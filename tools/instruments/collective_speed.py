@@ -16,7 +16,8 @@ from tools.instruments.clock import timed
 from tools.instruments.counting import bytes_sent
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
-BATCHES, SECONDS = 5, 0.01  # of measurements, and how long one takes
+BATCHES = 5  # of measurements
+SECONDS = 0.01  # that one takes
 CHECKED = 1001  # numbers of each rank; not a multiple of the pattern's length
 PRODUCT = 320  # rows of the matrices: a millisecond on a core
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
@@ -49,7 +50,8 @@ def calls_of(
 
     part: (n,), of a rank. whole, other: (ranks * n,), of all ranks.
     """
-    ranks, rank = group.size(), group.rank()
+    ranks = group.size()
+    rank = group.rank()
 
     def exchange():
         """Send to the next rank and receive from the one before, as a pipeline does forward and backward."""
@@ -74,7 +76,8 @@ def are_right(device: torch.device, dtype: torch.dtype) -> dict[str, bool]:
     """{kind: whether this rank gets the right numbers} of collectives of all ranks; bfloat16 holds these numbers."""
     group = dist.group.WORLD
     assert group
-    ranks, rank = group.size(), group.rank()
+    ranks = group.size()
+    rank = group.rank()
     factors = torch.arange(ranks, device=device) % 3 + 1  # of the ranks
     pattern = torch.arange(ranks * CHECKED, device=device) % 5
     total = pattern * factors.sum()

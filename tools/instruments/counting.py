@@ -20,9 +20,19 @@ from utils.torch_private import group_named
 
 # Of an operator's name, without underscores and without the i of isend, one of these is the beginning.
 KINDS = (
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send",
-    "recv", "barrier",
-)  # fmt: skip
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "barrier",
+)
+# The names of the arguments that hold what a rank sends, in the schemas of the operators.
 INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "tensor", "tensors", "input_list")
 
 
@@ -50,9 +60,10 @@ class Watch(TorchDispatchMode):
         args: tuple = (),
         kwargs: dict | None = None,
     ) -> Any:
+        kwargs = kwargs or {}
         with LocalTensors():  # down here a ShardTensor is its local part
-            result = func(*args, **(kwargs or {}))
-            self.on_op(func, args, kwargs or {}, result)
+            result = func(*args, **kwargs)
+            self.on_op(func, args, kwargs, result)
         return result
 
 
@@ -76,7 +87,8 @@ class CollectiveCounter(Watch):
         result: Any,
     ) -> None:
         """Count a collective."""
-        if found := collective(func, args, kwargs):
+        found = collective(func, args, kwargs)
+        if found:
             self.calls[found.kind] += 1
             self.bytes[found.kind] += found.sent
 
@@ -135,10 +147,14 @@ def bytes_sent(kind: str, size: float, ranks: int) -> float:
 
 
 def _group(arguments):
-    group = arguments["group_name"] if "group_name" in arguments else arguments["process_group"]
+    # Functional collectives name their group. The others have it in a box of TorchScript.
+    name = "group_name" if "group_name" in arguments else "process_group"
+    group = arguments[name]
     if isinstance(group, str):
         return group_named(group)
-    return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    return dist.ProcessGroup.unbox(group)
 
 
 def _nbytes(values):

@@ -5,7 +5,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable
 from itertools import cycle, islice, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,57 +15,152 @@ from tools.instruments.clock import device_seconds, timed
 from tools.instruments.tracker import ATTENTION, Tracker
 
 FOOTPRINT = {"cpu": 48 * 2**20}  # bytes that a step has touched when it comes to a tensor again; else 256 MiB
-ROWS, WIDTHS, RATIOS = (128, 1024, 4096), (32, 64, 128, 256, 512, 1024), (1, 3)
-HEADS, TOKENS = (16, 32, 64, 128), (64, 128, 256, 512, 1024, 2048)
+ROWS = (128, 1024, 4096)
+WIDTHS = (32, 64, 128, 256, 512, 1024)
+RATIOS = (1, 3)
+HEADS = (16, 32, 64, 128)
+TOKENS = (64, 128, 256, 512, 1024, 2048)
 MOVED = (2**14, 2**17, 2**19, 2**21, 2**23, 2**25)  # bytes of a tensor
 PATCHES = tuple(product((4, 20), (4, 8), (64, 256)))  # channels, size, features
-# What fills a device: heads that compute at once, patches along the sides of an image, numbers that are normalised
-# together. A core computes heads one after another; a GPU of 132 multiprocessors has all of two heads at once.
-FULL = {"cpu": (2, (8, 16), 128)}
-FULL_GPU = 64, (64, 128), 512
-BATCH, BATCHES = 2e-4, 4  # seconds that a batch of calls takes at least, and how many batches there are
+
+
+class FillingSizes(NamedTuple):
+    """Sizes that fill a device. A core computes heads one after another; 132 multiprocessors have room for many.
+
+    heads: of attention that compute at once. down, across: patches along the sides of an image. row: numbers that are
+    normalised together.
+    """
+
+    heads: int
+    down: int
+    across: int
+    row: int
+
+
+FULL = {"cpu": FillingSizes(heads=2, down=8, across=16, row=128)}
+FULL_GPU = FillingSizes(heads=64, down=64, across=128, row=512)
+BATCH = 2e-4  # seconds that a batch of calls takes at least
+BATCHES = 4
 # FLOP of the largest product by device and type; else 1e12. CPUs compute float16 without instructions of its own.
-LONGEST = {("cpu", torch.float32): 1.1e9, ("cpu", torch.bfloat16): 1.1e9, ("cpu", torch.float16): 6e7}
+LONGEST = {
+    ("cpu", torch.float32): 1.1e9,
+    ("cpu", torch.bfloat16): 1.1e9,
+    ("cpu", torch.float16): 6e7,
+}
 OF_HEADS = ", heads of "  # between type and size of a head, of attention
+
+
+def _cast_other(x, _):
+    """Cast as mixed precision does: float32 to bfloat16, and every other type to float32."""
+    other = torch.bfloat16 if x.dtype == torch.float32 else torch.float32
+    return x.to(other)
+
+
+# Operations that move memory and compute little: those of the residual stream, of optimizers and of casts.
 PLAIN: list[Callable[..., Tensor]] = [
-    torch.add, lambda x, _: x.clone(), lambda x, _: x.sum(0), lambda x, _: x.mul_(0.999), lambda x, _: x.add_(1e-8),
-    lambda x, y: x.lerp_(y, 0.1), lambda x, y: x.addcmul_(y, y, value=1e-3), lambda x, _: x.sqrt(),
-    lambda x, y: x.addcdiv_(y, y, value=-1e-3), lambda x, _: x / 0.5,
-    lambda x, _: x.to(torch.bfloat16 if x.dtype == torch.float32 else torch.float32),
-]  # fmt: skip
+    torch.add,
+    lambda x, _: x.clone(),
+    lambda x, _: x.sum(0),
+    lambda x, _: x.mul_(0.999),
+    lambda x, _: x.add_(1e-8),
+    lambda x, y: x.lerp_(y, 0.1),
+    lambda x, y: x.addcmul_(y, y, value=1e-3),
+    lambda x, _: x.sqrt(),
+    lambda x, y: x.addcdiv_(y, y, value=-1e-3),
+    lambda x, _: x / 0.5,
+    _cast_other,
+]
 Measured = dict[str, dict[str, list[list[float]]]]  # {operator: {type: [[FLOP, bytes moved, seconds]]}}
+
+
+class _Layer(NamedTuple):
+    """A layer to measure. shapes: first the bias, which takes no gradient here, then the tensors that take one."""
+
+    flops: float
+    function: Callable[..., Tensor]
+    shapes: tuple[tuple[int, ...], ...]
 
 
 def _operations(device, dtype):
     """Operations and sets of tensors on which they work in turn: those of layers forward and backward, then PLAIN."""
+    filling = FULL.get(device.type, FULL_GPU)
+    flat_shapes = []  # (rows, filling.row) for each size in MOVED
+    for size in MOVED:
+        rows = size // dtype.itemsize // filling.row
+        flat_shapes.append((max(1, rows), filling.row))
+
+    layers = [
+        *_linear_layers(),
+        *_attention_layers(filling.heads),
+        *_patch_layers(filling.down, filling.across),
+        *_pointwise_layers(flat_shapes),
+    ]
     most = LONGEST.get((device.type, dtype), 1e12)
-    heads, (down, across), row = FULL.get(device.type, FULL_GPU)
-    layers = []  # FLOP, function, shapes: of the bias, and of what has a gradient
+    for layer in layers:
+        if layer.flops > most:
+            continue
+        sets = _tensor_sets(device, dtype, layer.shapes)
+        yield layer.function, sets
+        yield _backward, [_run_forward(layer.function, *tensors) for tensors in sets]
+    for shape, plain in product(flat_shapes, PLAIN):
+        yield plain, _tensor_sets(device, dtype, (shape, shape))
+
+
+def _linear_layers():
+    """Linear layers, of which each width stands on the side of the input and on that of the output."""
+
+    def linear(b, x, w):
+        return F.linear(x, w, b)
+
     for rows, width, ratio in product(ROWS, WIDTHS, RATIOS):
-        for inner, columns in {(width, ratio * width), (ratio * width, width)}:
-            shapes = (columns,), (rows, inner), (columns, inner)
-            layers.append((2 * rows * inner * columns, lambda b, x, w: F.linear(x, w, b), shapes))
+        wide = ratio * width
+        for inner, columns in {(width, wide), (wide, width)}:  # one of them where the ratio is 1
+            flops = 2 * rows * inner * columns
+            yield _Layer(flops, linear, ((columns,), (rows, inner), (columns, inner)))
+
+
+def _attention_layers(heads):
+    def attention(_, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
     for size, tokens in product(HEADS, TOKENS):
-        shapes = (1,), *[(1, heads, tokens, size)] * 3
-        layers.append((4 * heads * tokens**2 * size, lambda _, *qkv: F.scaled_dot_product_attention(*qkv), shapes))
+        flops = 4 * heads * tokens**2 * size
+        of_each = (1, heads, tokens, size)
+        yield _Layer(flops, attention, ((1,), of_each, of_each, of_each))
+
+
+def _patch_layers(down, across):
+    """Patch embeddings of a batch of four images: convolutions whose kernels do not overlap."""
+
+    def embed_patches(b, x, w):
+        return F.conv2d(x, w, b, stride=w.shape[-1])
+
     for channels, size, width in PATCHES:
-        shapes = (width,), (4, channels, down * size, across * size), (width, channels, size, size)
         flops = 8 * down * across * channels * size**2 * width
-        layers.append((flops, lambda b, x, w: F.conv2d(x, w, b, stride=w.shape[-1]), shapes))
-    flat = [(max(1, size // dtype.itemsize // row), row) for size in MOVED]
-    layers += [(0, lambda _, x: F.gelu(x), ((1,), shape)) for shape in flat]
-    layers += [(0, lambda b, x, w: F.layer_norm(x, (row,), w, b), ((row,), s, (row,))) for s in flat]
-    for flops, layer, shapes in layers:
-        if flops <= most:
-            sets = _sets(device, dtype, shapes)
-            yield layer, sets
-            yield _backward, [_made(layer, *tensors) for tensors in sets]
-    for shape, plain in product(flat, PLAIN):
-        yield plain, _sets(device, dtype, (shape, shape))
+        images = (4, channels, down * size, across * size)
+        kernel = (width, channels, size, size)
+        yield _Layer(flops, embed_patches, ((width,), images, kernel))
 
 
-def _made(layer, bias, *tensors):
-    leaves = [t.detach().requires_grad_() for t in tensors]
+def _pointwise_layers(flat_shapes):
+    """GELU and layer norms. They count as no FLOP, so that none is too long to be measured."""
+
+    def gelu(_, x):
+        return F.gelu(x)
+
+    def layer_norm(b, x, w):
+        return F.layer_norm(x, w.shape, w, b)
+
+    for shape in flat_shapes:
+        yield _Layer(0, gelu, ((1,), shape))
+    for shape in flat_shapes:
+        features = shape[1:]
+        yield _Layer(0, layer_norm, (features, shape, features))
+
+
+def _run_forward(layer, bias, *tensors):
+    """Arguments of _backward. The graph is kept, so that one forward pass serves many backward passes."""
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     out = layer(bias, *leaves)
     return out, leaves, torch.ones_like(out)
 
@@ -74,11 +169,22 @@ def _backward(out, leaves, grad):
     return torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
 
-def _sets(device, dtype, shapes):
-    """Sets of tensors, alike: at most 32, and two at least."""
-    made = [torch.rand(shape, device=device).add_(0.5).to(dtype) for shape in shapes]
-    number = FOOTPRINT.get(device.type, 2**28) // 2 // sum(tensor.nbytes for tensor in made)
-    return [[tensor.clone() for tensor in made] for _ in range(min(32, max(2, number)))]
+def _tensor_sets(device, dtype, shapes):
+    """Sets of tensors, alike: at most 32, and two at least.
+
+    They and their results take about as many bytes as FOOTPRINT says. An operation then finds its tensors in no cache,
+    as in a step.
+    """
+    first = []
+    for shape in shapes:
+        # Without zeros, no operation divides by them.
+        values = torch.rand(shape, device=device).add_(0.5)
+        first.append(values.to(dtype))
+    size_of_set = sum(tensor.nbytes for tensor in first)
+    footprint = FOOTPRINT.get(device.type, 2**28)
+    number = footprint // 2 // size_of_set
+    number = min(32, max(2, number))
+    return [[tensor.clone() for tensor in first] for _ in range(number)]
 
 
 def seconds_of(
@@ -95,10 +201,12 @@ def seconds_of(
         for tensors in islice(turns, calls):
             results.append(operation(*tensors))
 
-    batch(len(sets))  # makes what is made once
-    once, _ = timed(device, batch, 2)
-    calls = math.ceil(max(BATCH, seconds / BATCHES) / once * 2)
-    return statistics.median(device_seconds(device, batch, calls) / calls for _ in range(BATCHES))
+    batch(len(sets))  # whatever is allocated once is allocated now
+    seconds_of_two, _ = timed(device, batch, 2)
+    seconds_of_batch = max(BATCH, seconds / BATCHES)
+    calls = math.ceil(seconds_of_batch / seconds_of_two * 2)
+    measured = [device_seconds(device, batch, calls) / calls for _ in range(BATCHES)]
+    return statistics.median(measured)
 
 
 def measure_operations(
@@ -110,23 +218,38 @@ def measure_operations(
 
     On a CPU the host's time of the smallest operation is taken out: it counts by operation.
     """
-    fastest: dict[tuple[str, str, float, float], float] = {}
-    floor = seconds_of(torch.neg, [(torch.ones(1),)], device, seconds) if device.type == "cpu" else 0.0
+    # On a CPU, the host's work for an operator stands in the measured time. A tiny operation is nothing but that work.
+    host_seconds = 0.0
+    if device.type == "cpu":
+        smallest = [(torch.ones(1),)]
+        host_seconds = seconds_of(torch.neg, smallest, device, seconds)
     types = [(str(dtype).removeprefix("torch."), dtype) for dtype in dtypes]
-    types += [("tf32", torch.float32)] if device.type == "cuda" else []
-    before = torch.get_float32_matmul_precision()
-    for called, dtype in types:
-        torch.set_float32_matmul_precision("high" if called == "tf32" else "highest")
+    if device.type == "cuda":
+        types.append(("tf32", torch.float32))
+
+    # Several operations may use an operator at the same size. The fastest of them counts.
+    fastest: dict[tuple[str, str, float, float], float] = {}
+    precision_before = torch.get_float32_matmul_precision()
+    for type_name, dtype in types:
+        precision = "high" if type_name == "tf32" else "highest"
+        torch.set_float32_matmul_precision(precision)
         for operation, sets in _operations(device, dtype):
             with Tracker() as tracker:
                 operation(*sets[0])
-            each = seconds_of(operation, sets, device, seconds) / sum(tracker.operations.values())
+            number_of_operators = sum(tracker.operations.values())
+            each = seconds_of(operation, sets, device, seconds) / number_of_operators
+            on_device = max(each / 10, each - host_seconds)
             for op in tracker.operations:
-                name = f"{called}{OF_HEADS}{sets[0][-1].shape[-1]}" if op.kind == ATTENTION else called
-                place = op.name, name, float(op.flops), float(op.moved)
-                fastest[place] = min(fastest.get(place, each), max(each / 10, each - floor))
-    torch.set_float32_matmul_precision(before)
+                name = type_name
+                if op.kind == ATTENTION:
+                    head_size = sets[0][-1].shape[-1]
+                    name = f"{type_name}{OF_HEADS}{head_size}"
+                place = (op.name, name, float(op.flops), float(op.moved))
+                fastest[place] = min(fastest.get(place, each), on_device)
+    torch.set_float32_matmul_precision(precision_before)
+
     found: Measured = {}
-    for (name, called, *size), each in fastest.items():
-        found.setdefault(name, {}).setdefault(called, []).append([*size, each])
+    for (operator, name, flops, moved), each in fastest.items():
+        by_type = found.setdefault(operator, {})
+        by_type.setdefault(name, []).append([flops, moved, each])
     return found

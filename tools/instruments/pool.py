@@ -15,7 +15,13 @@ from typing import Any, cast
 from utils.errors import UsageError
 from utils.rank_failure import exit_at_once
 
-OUT_OF_MEMORY = "out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory"
+# What torch, its allocators and the system say, in lower case.
+OUT_OF_MEMORY = (
+    "out of memory",
+    "not enough memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+)
 FAREWELL_SECONDS = 1  # for other ranks to say something too, once one has failed
 
 
@@ -75,6 +81,7 @@ class Process:
                 function, args = pickle.loads(self.pipe.recv_bytes())
             except (EOFError, ConnectionError):
                 exit_at_once(0)
+            # Whatever a function raises is its answer: the parent tells it, and ends this process.
             try:
                 value = function(self, *args)
             except BaseException as error:
@@ -136,7 +143,7 @@ class Pool(AbstractContextManager):
             name=f"{self.name} {number}",
         )
         process.start()
-        theirs.close()
+        theirs.close()  # or the end of the process would not close the pipe
         self.processes.append(process)
         self.pipes.append(ours)
 
@@ -159,6 +166,7 @@ class Pool(AbstractContextManager):
                     was_killed = self.processes[rank].exitcode == -signal.SIGKILL
                     kind = OutOfMemory if was_killed else RankError
                     answers[rank] = kind(f"rank {rank} of {size} has ended (out of memory?)")
+                # The first error ends the wait for ranks that may never answer.
                 if isinstance(answers[rank], Exception):
                     end = min(end, time.monotonic() + FAREWELL_SECONDS)
         return answers
@@ -169,7 +177,8 @@ class Pool(AbstractContextManager):
             process.kill()  # they may wait for one another
         for process in self.processes:
             process.join()
-        self.processes, self.pipes = [], []
+        self.processes = []
+        self.pipes = []
 
     def __exit__(self, *_: object) -> None:
         self.end()
@@ -187,6 +196,7 @@ def _failures(size: int, answers: dict[int, Any]) -> dict[int, Exception]:
 
 
 def _end_after_the_parent() -> None:
+    # A parent that is killed cannot end its processes, which would wait for one another for ever.
     parent = multiprocessing.parent_process()
     assert parent
     parent.join()

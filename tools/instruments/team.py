@@ -38,6 +38,7 @@ class Case:
 
 def use_mesh(rank: Process, layout: Layout) -> None:
     """On a rank: make the groups of a Layout those of this process."""
+    # Making groups takes messages, and a process may come back to a layout: its groups are kept.
     if layout not in rank.kept:
         comm.build_mesh(rank.device, layout)
         rank.kept[layout] = comm.swap_meshes({})
@@ -87,7 +88,7 @@ class Teams(AbstractContextManager):
         except RanksFailed as failed:
             self.running.pop(size)
             failures = list(failed.failures.values())
-            # A rank without memory lets others fail that wait for it.
+            # A rank without memory lets others fail that wait for it, so that its error is the one to tell.
             without_memory = [error for error in failures if isinstance(error, OutOfMemory)]
             told = (without_memory or failures)[0]
             if isinstance(told, RankError) and self.tells:
@@ -119,6 +120,7 @@ def _join(
     whole_machine: bool,
 ) -> None:
     """In a process: become a rank of `size`."""
+    # The variables that torchrun would set.
     rank = str(process.number)
     os.environ.update(
         RANK=rank,
@@ -130,5 +132,6 @@ def _join(
     )
     prepare_environment(config)
     process.device = comm.init(config.device, config.comm_timeout)
+    # Ranks that share the cores of a machine would otherwise wait for one another's threads.
     if process.device.type == "cpu" and not whole_machine:
         torch.set_num_threads(1)

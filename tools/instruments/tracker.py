@@ -52,7 +52,8 @@ class Message(NamedTuple):
     sent: int
 
 
-LIKE = {  # operators of a CPU that torch counts nothing of, and those that compute the same
+# Operators of a CPU that torch counts nothing of, and those that compute the same.
+LIKE = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
@@ -85,6 +86,7 @@ class Tracker(Watch):
         """Say what the memory of these tensors is used for; returns the numbers of their storages."""
         numbers = self.note(tensors)
         for number in numbers:
+            # Of several uses the one that stands first in LABELS counts: a parameter may be saved as an activation.
             before = self.labels.get(number, LABELS[-1])
             self.labels[number] = min(before, name, key=LABELS.index)
         return numbers
@@ -116,6 +118,7 @@ class Tracker(Watch):
             # Selective checkpointing keeps it, and autograd is not told.
             self.save(made)
 
+        # A collective is a message and no operation. What it makes is a buffer.
         sent = collective(func, args, kwargs)
         if sent:
             self._count_message(sent)
@@ -127,7 +130,7 @@ class Tracker(Watch):
             self._count_operation(func, given, made, flops)
 
     def _count_message(self, sent: Collective) -> None:
-        if sent.kind == "recv":
+        if sent.kind == "recv":  # the sender counts it
             return
         ranks = tuple(dist.get_process_group_ranks(sent.group))
         message = Message(self.phase_of(sent), sent.kind, ranks, sent.sent)
@@ -168,7 +171,9 @@ class Tracker(Watch):
 
     def _sized(self, storage):
         """Note the size of a storage, which fully_shard may change; returns its number."""
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
+        # An address may be used again. The weak reference tells when its storage is gone.
         if key not in self.storages:
             reference = weakref.ref(storage, lambda _: self._gone(key))
             self.storages[key] = next(self.numbers), 0, reference
@@ -183,6 +188,7 @@ class Tracker(Watch):
         self.events.append((number, -size, self.phase))
 
     def __enter__(self):
+        # fully_shard frees gathered parameters by this method, which no operation shows.
         resize = torch.UntypedStorage.resize_
 
         def resize_(storage, size):
@@ -201,6 +207,7 @@ class Tracker(Watch):
 
     def memory(self, apart: Collection[str] = ()) -> Counter[str]:
         """{label: most bytes, each at its own moment}; "peak": most bytes at once, without the labels `apart`."""
+        # A label may be told long after its storage was made, so that sizes are added up only now.
         now = Counter[str]()
         most = Counter[str]()
         for number, change, _ in self.events:
@@ -322,12 +329,14 @@ def by_phase(*of_ranks: Counter[Message]) -> Messages:
             sent[message.phase, message.kind] += number * message.sent
         for phase, kind in sorted(calls):
             most_calls, most_sent = found[phase].get(kind, (0, 0))
+            # The rank with the most calls need not be the one that sends the most bytes.
             most_calls = max(most_calls, calls[phase, kind])
             most_sent = max(most_sent, sent[phase, kind])
             found[phase][kind] = most_calls, most_sent
     return found
 
 
+# Operators that are no views and move nothing.
 NO_WORK = {
     aten._unsafe_view.default,
     aten.empty.memory_format,

@@ -44,7 +44,14 @@ from utils.schema import Config
 LAYOUTS = ("dp2", "dp2,data_parallel=fsdp", "domain2")
 SHOWN = 4  # names of outputs that could not be compared
 # Random streams and rounding of one's own would hide a difference.
-PLAIN = {"dropout": 0.0, "amp_mode": "none", "enable_jit": False, "enable_cuda_graphs": False, "warmup": 0, "ema": None}
+PLAIN = {
+    "dropout": 0.0,
+    "amp_mode": "none",
+    "enable_jit": False,
+    "enable_cuda_graphs": False,
+    "warmup": 0,
+    "ema": None,
+}
 
 
 @dataclass
@@ -91,7 +98,12 @@ def record_serially(
     for key, part in training.found.items():
         if key[0] != UNREDUCED:
             parts[key] = part.value.cpu()
-    torch.save({"parts": parts, "kinds": training.kinds, "drawing": sorted(training.drawing)}, file)
+    found = {
+        "parts": parts,
+        "kinds": training.kinds,
+        "drawing": sorted(training.drawing),
+    }
+    torch.save(found, file)
     return training.unsaved
 
 
@@ -125,41 +137,60 @@ def compare(
 ) -> Result:
     """On every rank of a layout: where it first differs from one device. file: of record_serially."""
     training = in_dtype(rank, case, dtype, read_data, state_folder(file, case))
-    found, tolerance = training.found, TOLERANCES[dtype]
+    tolerance = TOLERANCES[dtype]
     serial = torch.load(file, mmap=True, weights_only=True)
     wholes: dict[Key, Tensor] = serial["parts"]
-    errors, wanted = errors_of(found, wholes, case.config.gradient_accumulation)
+    errors, wanted = errors_of(training.found, wholes, case.config.gradient_accumulation)
     seen = comm.gather(errors)
-    in_stages = [key for key in wholes if key[0] in STAGES]
-    ordered = sorted(in_stages, key=lambda key: STAGES.index(key[0]))  # stable: in a stage as it was recorded
-    weights = set().union(*comm.gather([key for key in found if key[0] == INITIAL]))
-    if extra := sorted(weights - wholes.keys()):
+    extra = _extra_weights(training, wholes)
+    if extra:
         untied = "one device has no such weight: a weight that several layers share has come apart"
         return Result(case.name, math.inf, *extra[0], ranks=range(comm.world_size()), cause=untied)
+
+    in_stages = [key for key in wholes if key[0] in STAGES]
+    ordered = sorted(in_stages, key=lambda key: STAGES.index(key[0]))  # stable: in a stage as it was recorded
     errors_in_stages = [error for of_rank in seen for key, error in of_rank.items() if key[0] in STAGES]
     largest = max(errors_in_stages, default=0.0)
     compared = set().union(*seen)
     result = Result(case.name, largest, skipped=not_compared(ordered, compared), unsaved=training.unsaved)
+
+    # Whatever comes later follows from the first difference, so that only this one is explained.
     for key in ordered:
         of_key = [of_rank.get(key, 0.0) for of_rank in seen]
         if max(of_key) <= tolerance:
             continue
-        module = key[1].split(" (")[0]
-        kind = serial["kinds"].get(module, "")
-        result.stage, result.name, result.kind, result.first_error = *key, kind, max(of_key)
+        stage, name = key
+        module = name.split(" (")[0]
+        result.stage = stage
+        result.name = name
+        result.kind = serial["kinds"].get(module, "")
+        result.first_error = max(of_key)
         result.ranks = [r for r, error in enumerate(of_key) if error > tolerance]
-        if key[0] == FORWARD and module in serial["drawing"]:
+        if stage == FORWARD and module in serial["drawing"]:
             result.cause = causes.RANDOM
-        else:
-            limit = tolerance * size_of(wholes[key])
-            input_errors = [of_rank[INPUT, key[1]] for of_rank in seen if (INPUT, key[1]) in of_rank]
-            input_is_right = max(input_errors) <= tolerance if input_errors else None
-            apart = Apart(
-                key, kind, result.ranks, result.first_error, found, wanted.get(key), limit, case.config, input_is_right
-            )
-            result.cause = causes.cause(apart)
+            break
+        input_errors = [of_rank[INPUT, name] for of_rank in seen if (INPUT, name) in of_rank]
+        apart = Apart(
+            key,
+            result.kind,
+            result.ranks,
+            result.first_error,
+            training.found,
+            wanted.get(key),
+            limit=tolerance * size_of(wholes[key]),
+            config=case.config,
+            input_is_right=max(input_errors) <= tolerance if input_errors else None,
+        )
+        result.cause = causes.cause(apart)
         break
     return result
+
+
+def _extra_weights(training: Training, wholes: dict[Key, Tensor]) -> list[Key]:
+    """The weights that some rank has and one device has not, on all ranks alike."""
+    of_ranks = comm.gather([key for key in training.found if key[0] == INITIAL])
+    weights = set().union(*of_ranks)
+    return sorted(weights - wholes.keys())
 
 
 def not_compared(ordered: Sequence[Key], compared: set[Key]) -> list[str]:
@@ -184,15 +215,15 @@ def as_text(results: Sequence[Result], dtype: str) -> str:
         if r.unsaved:
             lines.append(f"\n{r.layout}: its state cannot be saved and read back: {r.unsaved}")
         if r.stage:
-            of = f" ({r.kind})" if r.kind else ""
-            where, ranks = f"{r.name or 'the model'}{of} in the {r.stage}", ", ".join(map(str, r.ranks))
+            kind = f" ({r.kind})" if r.kind else ""
+            where = f"{r.name or 'the model'}{kind} in the {r.stage}"
+            ranks = ", ".join(map(str, r.ranks))
             lines.append(f"\n{r.layout}: the first to differ is {where}, by {r.first_error:.1e}, on rank {ranks}")
             lines.append(f"    likely cause: {r.cause}")
         if r.skipped:
+            names = ", ".join(name or "the model" for name in r.skipped[:SHOWN])
             more = f" and {len(r.skipped) - SHOWN} more" if len(r.skipped) > SHOWN else ""
-            lines.append(
-                f"{r.layout}: not compared: {', '.join(name or 'the model' for name in r.skipped[:SHOWN])}{more}"
-            )
+            lines.append(f"{r.layout}: not compared: {names}{more}")
     return "\n".join(lines)
 
 
@@ -205,12 +236,14 @@ def in_words(result: Result) -> str:
 
 def cases_of(words: Sequence[str], layouts: Sequence[str]) -> list[Case]:
     """The case of one device, and one for each layout, such as 'tp2xdp2' or 'domain2x2,data_parallel=fsdp'."""
-    given = [] if any(word.startswith("--yaml_config") for word in words) else ["--yaml_config=config/ViT.yaml"]
+    names_a_file = any(word.startswith("--yaml_config") for word in words)
+    given = [] if names_a_file else ["--yaml_config=config/ViT.yaml"]
     cases = [build_case("one device", "train.py", [*given, *words], 1)]
     batch = [f"--global_batch_size={cases[0].config.global_batch_size}"]
     for text in layouts:
         sizes, ranks = parse_layout(text, ("tp", "cp", "pp", "domain", "dp"))
-        script = script_of({option: sizes[dim] for dim, option in OPTIONS.items()})
+        splits = {option: sizes[dim] for dim, option in OPTIONS.items()}
+        script = script_of(splits)
         cases.append(build_case(text, script, [*given, *split_words(sizes), *words, *batch], ranks))
     return [replace(case, config=plain(case.config)) for case in cases]
 
@@ -229,10 +262,14 @@ def main(argv: Sequence[str]) -> int:
     check_machine(cases)
     with tempfile.TemporaryDirectory() as folder, Teams(serial.config) as teams:
         file = Path(folder) / "one_device.pt"
-        shared = file, options.dtype, options.read_data
+        shared = (file, options.dtype, options.read_data)
         (unsaved,) = teams.call(1, record_serially, serial, *shared)
-        results = [Result(serial.name, 0.0, unsaved=unsaved)] if unsaved else []
-        results += [teams.call(case.ranks, compare, case, *shared)[0] for case in cases]
+        results = []
+        if unsaved:
+            results.append(Result(serial.name, 0.0, unsaved=unsaved))
+        for case in cases:
+            result, *_ = teams.call(case.ranks, compare, case, *shared)  # that of rank 0
+            results.append(result)
     print(as_text(results, options.dtype))
     if options.json:
         write_json(options.json, [asdict(r) | {"equal": r.equal} for r in results])

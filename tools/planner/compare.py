@@ -45,8 +45,10 @@ def compare(folder: Path, gpu_name: str | None = None) -> str:
         raise UsageError(f"{folder}: has no {file.name}: no run has finished here")
     name = read_summary(file, config=str)["config"]
     readings = _steady(folder)
-    first, last = readings[0], readings[-1]
-    ranks, device = last["ranks"], last["device"]
+    first = readings[0]
+    last = readings[-1]
+    ranks = last["ranks"]
+    device = last["device"]
 
     # The plan.
     gpu_name = gpu_name or gpu_called(device)
@@ -63,11 +65,14 @@ def compare(folder: Path, gpu_name: str | None = None) -> str:
 
     # Beside it the run, as far as it was measured.
     run = read_figures(folder)
-    planned, found, ratios = {}, {}, {}
+    planned = {}
+    found = {}
+    ratios = {}
     for key, row in read_mappings(ROWS, "figures").items():
         if run[key] is None:
             continue
-        title, unit = row["title"], row["unit"]
+        title = row["title"]
+        unit = row["unit"]
         planned[title] = plan[key] / unit
         found[title] = run[key] / unit
         if plan[key]:

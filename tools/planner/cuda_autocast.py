@@ -18,13 +18,38 @@ from torch.utils._pytree import tree_map
 from distributed.shard.tensor import rules_apply
 
 LOW_PRECISION = {
-    F.linear, F.conv1d, F.conv2d, F.conv3d, F.scaled_dot_product_attention, torch.matmul, torch.Tensor.matmul,
-    torch.Tensor.__matmul__, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum,
-}  # fmt: skip
+    F.linear,
+    F.conv1d,
+    F.conv2d,
+    F.conv3d,
+    F.scaled_dot_product_attention,
+    torch.matmul,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+    torch.mm,
+    torch.bmm,
+    torch.addmm,
+    torch.baddbmm,
+    torch.einsum,
+}
 FULL_PRECISION = {
-    F.layer_norm, F.group_norm, F.softmax, torch.softmax, F.log_softmax, F.cross_entropy, F.nll_loss, F.mse_loss,
-    F.l1_loss, torch.exp, torch.log, torch.pow, torch.sum, torch.Tensor.sum, torch.norm, torch.linalg.vector_norm,
-}  # fmt: skip
+    F.layer_norm,
+    F.group_norm,
+    F.softmax,
+    torch.softmax,
+    F.log_softmax,
+    F.cross_entropy,
+    F.nll_loss,
+    F.mse_loss,
+    F.l1_loss,
+    torch.exp,
+    torch.log,
+    torch.pow,
+    torch.sum,
+    torch.Tensor.sum,
+    torch.norm,
+    torch.linalg.vector_norm,
+}
 
 
 class CudaAutocast(TorchFunctionMode):
@@ -38,14 +63,20 @@ class CudaAutocast(TorchFunctionMode):
 
     def __init__(self, dtype: torch.dtype | None):
         super().__init__()
-        self.dtype, self.active = dtype, False
+        self.dtype = dtype
+        self.active = False
         self.copies: dict[torch.Tensor, torch.Tensor] = {}
 
     @contextmanager
     def ahead_of_collectives(self) -> Iterator[None]:
         """Inside, tensor parallelism casts to `dtype` as well; it would ask for the autocast of its device."""
-        name, cast = "to_compute_dtype", lambda x: x.to(self.dtype) if self.dtype else x
-        with patch(f"distributed.layers.{name}", cast), patch(f"distributed.tensor_parallel.{name}", cast):
+
+        def cast(x: torch.Tensor) -> torch.Tensor:
+            return x.to(self.dtype) if self.dtype else x
+
+        of_layers = patch("distributed.layers.to_compute_dtype", cast)
+        of_tensor_parallel = patch("distributed.tensor_parallel.to_compute_dtype", cast)
+        with of_layers, of_tensor_parallel:
             yield
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,7 +84,8 @@ class CudaAutocast(TorchFunctionMode):
 
         @wraps(function)
         def within(*args, **kwargs):
-            with nullcontext() if self.active else self:
+            context = nullcontext() if self.active else self
+            with context:
                 return function(*args, **kwargs)
 
         return within
@@ -68,7 +100,8 @@ class CudaAutocast(TorchFunctionMode):
         if wanted and func not in LOW_PRECISION:
             wanted = torch.float32 if func in FULL_PRECISION else None
         sharded = next((t for t in args if hasattr(t, "spec")), None)
-        if sharded is not None and rules_apply():  # its rule computes on local parts
+        if sharded is not None and rules_apply():
+            # The rule of a ShardTensor computes on local parts, and these operations come here again.
             super().__enter__()
             try:
                 return type(sharded).__torch_function__(func, types, args, kwargs)
@@ -83,9 +116,12 @@ class CudaAutocast(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _cast(self, dtype, value):
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype == dtype:
+        if not isinstance(value, torch.Tensor):
             return value
-        if not (value.is_leaf and value.requires_grad):
+        if not value.is_floating_point() or value.dtype == dtype:
+            return value
+        is_parameter = value.is_leaf and value.requires_grad
+        if not is_parameter:
             return value.to(dtype)
         if value not in self.copies:
             self.copies[value] = value.to(dtype)
@@ -98,4 +134,7 @@ class CudaAutocast(TorchFunctionMode):
 
 
 def _dropout(x, p=0.5, training=True, inplace=False):
-    return torch.native_dropout(x, p, True)[0] if training and p else x
+    if not training or not p:
+        return x
+    out, _ = torch.native_dropout(x, p, True)  # the mask has one byte for each number
+    return out

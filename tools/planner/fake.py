@@ -35,13 +35,16 @@ from utils.tiles import own_window
 from utils.torch_private import storage_id
 
 # How a schedule's method of these messages is called in torch 2.13, and in 2.15; 2.11 has none.
-SHAPE_MESSAGES = "_warmup_p2p", "_initialize_pipeline_distributed_state"
+SHAPE_MESSAGES = ("_warmup_p2p", "_initialize_pipeline_distributed_state")
 LAYER_NORM = torch.ops.aten.native_layer_norm.default
 
 
 @contextmanager
 def fake_rank(
-    layout: Layout, rank: int = 0, device_type: str = "cuda", held_on: str = "cpu"
+    layout: Layout,
+    rank: int = 0,
+    device_type: str = "cuda",
+    held_on: str = "cpu",
 ) -> Iterator[FakeTensorMode]:
     """Inside, this process is a rank of a Layout, as far as utils.comm and torch.distributed can tell.
 
@@ -52,6 +55,7 @@ def fake_rank(
     if dist.is_initialized():
         raise RuntimeError("a layout is planned outside of a run: this process has joined one")
     with ExitStack() as stack:
+        # Groups of ranks that send nothing.
         if layout.world_size > 1:
             backends = "fake" if held_on == "cpu" else f"cpu:fake,{held_on}:fake"
             dist.init_process_group(backends, store=FakeStore(), rank=rank, world_size=layout.world_size)
@@ -60,16 +64,22 @@ def fake_rank(
         stack.callback(comm.swap_meshes, before)
         with patch("torch.distributed.device_mesh.new_group", _own_group):
             comm.build_mesh(torch.device(held_on), layout)
+
+        # What needs the data of a tensor is replaced by what needs only its shape.
         stack.enter_context(patch.object(FakeTensor, "as_subclass", _as_subclass, create=True))
         for name in SHAPE_MESSAGES:
             if hasattr(_PipelineSchedule, name):
                 stack.enter_context(patch.object(_PipelineSchedule, name, _shapes_are_known))
         stack.enter_context(patch("distributed.data_parallel.replicate", Replica))
         stack.enter_context(patch("torch.distributed.pipelining.stage.DistributedDataParallel", Replica))
-        stack.enter_context(patch.dict(op_implementations_dict, {LAYER_NORM: partial(_layer_norm, device_type)}))
+        layer_norm = partial(_layer_norm, device_type)
+        stack.enter_context(patch.dict(op_implementations_dict, {LAYER_NORM: layer_norm}))
         stack.enter_context(patch("torch.optim.adam._get_value", lambda value: 1.0))  # it reads the number of steps
         if device_type != "cpu":
-            stack.enter_context(patch.object(attention, "kernel", partial(_gpu_kernel, attention.kernel)))
+            kernel = partial(_gpu_kernel, attention.kernel)
+            stack.enter_context(patch.object(attention, "kernel", kernel))
+
+        # The state of the generators tells which layers draw random numbers.
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         draws_on_host: Any = int  # 0 at any time: the operations of a GPU draw on the GPU
         if device_type == "cpu":
@@ -103,7 +113,9 @@ def values_are_zero() -> AbstractContextManager[Any]:
 
 def _own_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup | None:
     """A group of this rank. Those of other ranks, a thousand in a mesh of a thousand, are not made."""
-    return dist.new_group(ranks, **options) if dist.get_rank() in ranks else None
+    if dist.get_rank() not in ranks:
+        return None
+    return dist.new_group(ranks, **options)
 
 
 def _gpu_kernel(choose, q, mask):
@@ -120,9 +132,12 @@ def _layer_norm(device_type, mode, func, x, normalized_shape, weight, bias, eps)
     is_wide = device_type != "cpu" or (weight is not None and weight.dtype == torch.float32)
     dtype = torch.promote_types(x.dtype, torch.float32) if is_wide else x.dtype
     outer = x.shape[: x.dim() - len(normalized_shape)]
+    shape = (*outer, *[1] * len(normalized_shape))
     with mode:
-        statistics = [x.new_empty((*outer, *[1] * len(normalized_shape)), dtype=dtype) for _ in range(2)]
-        return torch.empty_like(x, memory_format=torch.contiguous_format), *statistics
+        mean = x.new_empty(shape, dtype=dtype)
+        rstd = x.new_empty(shape, dtype=dtype)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        return out, mean, rstd
 
 
 @cache
@@ -149,23 +164,29 @@ def _shapes_are_known(schedule, stages, *_):
 def pipeline_shapes(config: Config, layout: Layout) -> Iterator[None]:
     """Inside, stages of a pipeline take and give micro-batches: images (B, C, H, W) at its ends, (B, N, D) between."""
     samples = config.global_batch_size // layout.dp // config.gradient_accumulation
-    size = [s.stop - s.start for s in own_window(config.img_size, config.patch_size)]  # of this rank's part
-    inputs, outputs = ((samples, channels, *size) for channels in (config.model_in_channels, config.n_out_channels))
-    count = math.prod(size) // config.patch_size ** len(size)
+    window = own_window(config.img_size, config.patch_size)
+    size = [side.stop - side.start for side in window]  # of this rank's part
+    inputs = (samples, config.model_in_channels, *size)
+    outputs = (samples, config.n_out_channels, *size)
+    number_of_tokens = math.prod(size) // config.patch_size ** len(size)
     if config.sequence_parallel:
-        count = shard_sizes(count, layout.tp)[comm.get_rank("tp")]
-    tokens = samples, count, config.embed_dim
+        sizes = shard_sizes(number_of_tokens, layout.tp)
+        number_of_tokens = sizes[comm.get_rank("tp")]
+    tokens = (samples, number_of_tokens, config.embed_dim)
 
     like = partial(torch.empty, device="meta")
 
     def stage(module, number, count, device, group):
-        first, last = number == 0, number == count - 1
-        taken, given = inputs if first else tokens, outputs if last else tokens
+        is_first = number == 0
+        is_last = number == count - 1
+        taken = inputs if is_first else tokens
+        given = outputs if is_last else tokens
+        # No gradient goes to the images, and the loss has none from a next stage.
         shapes = {
-            "input_args": (like(taken, requires_grad=not first),),
-            "input_grads": None if first else (like(taken),),
-            "output_args": (like(given, requires_grad=not last),),
-            "output_grads": None if last else (like(given),),
+            "input_args": (like(taken, requires_grad=not is_first),),
+            "input_grads": None if is_first else (like(taken),),
+            "output_args": (like(given, requires_grad=not is_last),),
+            "output_grads": None if is_last else (like(given),),
         }
         known = inspect.signature(PipelineStage).parameters  # torch 2.11 takes no shapes of gradients
         shapes = {name: shape for name, shape in shapes.items() if name in known}
@@ -202,9 +223,12 @@ class Replica(nn.Module):
         find_unused: bool,
     ):
         super().__init__()
-        self.module, self.device, self.wanted = module, device, True
+        self.module = module
+        self.device = device
+        self.wanted = True
         self.reducer = SimpleNamespace(prepare_for_backward=lambda outputs: None)  # which a pipeline calls
-        self.group, self.compressed = comm.get_group("grad_reduce"), options.gradient_compression == "bf16"
+        self.group = comm.get_group("grad_reduce")
+        self.compressed = options.gradient_compression == "bf16"
         self.fixed = bool(split.stages)  # DDP looks for unused parameters: the first order stays
         self.limit = int(options.bucket_cap_mb * 2**20)
         self.parameters_in_buckets: list[nn.Parameter] = []
@@ -219,14 +243,17 @@ class Replica(nn.Module):
             parameter.register_post_accumulate_grad_hook(self._collect)
 
     def _fill(self, parameters):
-        grouped, _ = dist._compute_bucket_assignment_by_size(parameters, [self.limit], [False] * len(parameters))
-        self.buckets, self.bucket_of = [], {}
+        are_sparse = [False] * len(parameters)
+        grouped, _ = dist._compute_bucket_assignment_by_size(parameters, [self.limit], are_sparse)
+        self.buckets = []
+        self.bucket_of = {}  # {parameter: (its bucket, the view that is its gradient)}
         for numbers in grouped:
             members = [parameters[i] for i in numbers]
             flat = members[0].new_empty(sum(p.numel() for p in members))
             views = torch._utils._unflatten_dense_tensors(flat, members)
             bucket = {"flat": flat, "missing": len(members), "members": len(members)}
-            self.bucket_of |= {p: (bucket, view) for p, view in zip(members, views, strict=True)}
+            for parameter, view in zip(members, views, strict=True):
+                self.bucket_of[parameter] = bucket, view
             self.buckets.append(bucket)
 
     def forward(self, *args: Any) -> Any:
@@ -246,6 +273,7 @@ class Replica(nn.Module):
             parameter.grad = view.copy_(parameter.grad)
         if not self.wanted:
             return
+        # The first gradient of a step: parameters without use are ready by then.
         if not self.order:
             for unused in self.unused:
                 self._is_ready(unused)
@@ -267,7 +295,8 @@ class Replica(nn.Module):
     @torch.no_grad()
     def _settle(self):
         """At the end of a step: after the first one the buckets hold the parameters in the order of that step."""
-        order, self.order = self.order, []
+        order = self.order
+        self.order = []
         if self.fixed or self.is_settled:
             return
         self.is_settled = True

@@ -23,6 +23,7 @@ class Axis(NamedTuple):
         """The words that set a value; a single number of img_size is the side of a square."""
         if self.key != "img_size":
             return [f"--{self.key}={value}"]
+        # One number is both sides of a square, as 256 of 256x256.
         sides = value.split("x")
         if len(sides) == 1:
             sides *= 2
@@ -74,6 +75,7 @@ def plan_grid(
                 cells.append(Cell(gpus, value, None, str(error)))
             else:
                 cells.append(Cell(gpus, value, plan))
+    # One cell that can be planned makes a table. A refusal of all is most likely a mistake in the words.
     refusals = [cell.refusal for cell in cells]
     if all(refusals):
         raise UsageError(refusals[0])
@@ -87,6 +89,7 @@ def grid_text(cells: Sequence[Cell], axis: Axis, inference: bool) -> str:
         if cell.plan and cell.plan.fits != "no":
             beside.setdefault(cell.value, cell.plan)
 
+    # A function for each table: the words of a plan, given also the plan of the fewest GPUs in its column.
     def speed(plan: Plan, _: Plan) -> str:
         return f"{plan.time.seconds * 1e3:.1f}" if inference else f"{plan.samples_per_sec:.3g}"
 

@@ -30,9 +30,9 @@ from utils.errors import UsageError
 from utils.layout import Layout, tile_counts
 from utils.schema import Config
 
-CHECKPOINTING = "none", "full"
-SCHEDULES = "1f1b", "interleaved"  # gpipe holds more and is no faster
-MICRO_BATCHES = 4, 2, 1  # for each stage of a pipeline: the most that the batch allows, for a small bubble
+CHECKPOINTING = ("none", "full")
+SCHEDULES = ("1f1b", "interleaved")  # gpipe holds more and is no faster
+MICRO_BATCHES = (4, 2, 1)  # for each stage of a pipeline: the most that the batch allows, for a small bubble
 # A split is tried with one block, and a pipeline by itself with all blocks, since neither depends on the other.
 ONE_BLOCK = {
     "depth": 1,
@@ -50,12 +50,15 @@ ONE_RANK_A_STAGE = {
     "domain_method": "gather",
     "gradient_accumulation": 1,
 }
-UNSPLIT = 1, "1", "1x1"  # how a config says that images are not split
+UNSPLIT = (1, "1", "1x1")  # how a config says that images are not split
 WIDEST_TP = 8  # nodes that tensor parallelism may span, where no layout inside a node works
 
 
 def candidates(
-    config: Config, gpus: int, ranks_per_node: int, fixed: Iterable[str] = ()
+    config: Config,
+    gpus: int,
+    ranks_per_node: int,
+    fixed: Iterable[str] = (),
 ) -> tuple[list[tuple[Config, Layout]], dict[str, int]]:
     """([(config, layout)], {reason: number of refused layouts}) for a number of GPUs.
 
@@ -231,6 +234,7 @@ def trial(config: Config) -> Callable[[dict[str, Any]], str | None]:
     def refusal_of(*settings):
         return split_refusal(config.model_copy(update=dict(settings)))
 
+    # Thousands of layouts share these few splits, so that each is tried once.
     def refusal(settings):
         split_of_a_block = settings | ONE_BLOCK
         pipeline_alone = settings | ONE_RANK_A_STAGE

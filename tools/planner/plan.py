@@ -13,10 +13,18 @@ from utils.schema import Config
 FRAGMENTATION = 0.15  # of allocated memory, lost by torch's allocator (5 to 15 % in published runs)
 DALI_BYTES = 5 * 2**30  # the pipelines of NVIDIA DALI, which decode and prefetch on the GPU, outside the allocator
 FITS, MARGINAL = 0.85, 0.95  # largest share of the reported memory that a layout may need
-OF_THE_LAYOUT = (  # keys of the config
-    "data_parallel", "sequence_parallel", "cp_method", "domain_method", "pp_schedule", "gradient_accumulation",
-    "activation_checkpointing", "amp_mode", "global_batch_size",
-)  # fmt: skip
+# Keys of the config that say how work is shared, and how much of it there is.
+OF_THE_LAYOUT = (
+    "data_parallel",
+    "sequence_parallel",
+    "cp_method",
+    "domain_method",
+    "pp_schedule",
+    "gradient_accumulation",
+    "activation_checkpointing",
+    "amp_mode",
+    "global_batch_size",
+)
 VERDICTS = {"fits": "fits", "marginal": "is marginal: it may run out of memory", "no": "does not fit"}  # best first
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "buffers")
 

@@ -30,19 +30,23 @@ def plan_text(plans: Sequence[Plan], request: Request) -> str:
 
 def head(plan: Plan) -> str:
     """The first line: config, GPUs, layout, batch, precision."""
-    config, gpu = plan.config, plan.gpu
-    nodes = f"{plan.nodes} node{'s' if plan.nodes > 1 else ''}"
+    config = plan.config
+    gpus = f"{plan.layout.world_size} x {plan.gpu.name}"
+    nodes = f"{plan.nodes} nodes" if plan.nodes > 1 else f"{plan.nodes} node"
+    share = config.global_batch_size // plan.layout.dp
     what = "a forward pass without gradients; " if plan.inference else ""
     return (
-        f"{what}{config.config} on {plan.layout.world_size} x {gpu.name} ({nodes}): {layout_words(plan)}; "
+        f"{what}{config.config} on {gpus} ({nodes}): {layout_words(plan)}; "
         f"global batch {config.global_batch_size}, of which a data-parallel rank takes "
-        f"{config.global_batch_size // plan.layout.dp}; {precision(config)}"
+        f"{share}; {precision(config)}"
     )
 
 
 def layout_words(plan: Plan) -> str:
     """The layout in words: tp 4 x dp 4, fsdp, recomputing full."""
-    config, layout = plan.config, plan.layout
+    config = plan.config
+    layout = plan.layout
+    # The words of each option, and whether it has an effect in this layout.
     words = [
         (layout.describe("tp", "cp", "domain", "pp", "dp") or "one device", True),
         (config.data_parallel, layout.world_size > 1 and config.data_parallel != "ddp"),
@@ -85,6 +89,7 @@ def memory_text(plan: Plan) -> str:
             title = f"{name}, in host memory"
         sizes[title] = plan.memory[name]
 
+    # The categories peak at different moments, so they do not add up to what is needed.
     moment = "in a forward pass" if plan.inference else "in training"
     sizes |= {
         f"at most at once, {moment}": plan.peak,
@@ -116,7 +121,8 @@ def messages_text(plan: Plan) -> str:
 
 def time_text(plan: Plan) -> str:
     """The time of a step by part as a table, its error and what bounds it."""
-    time, config = plan.time, plan.config
+    time = plan.time
+    config = plan.config
     rows = []
     for name, seconds in time.parts.items():
         if seconds:
@@ -125,6 +131,7 @@ def time_text(plan: Plan) -> str:
     columns = {f"time of {what}": "", "ms": ".2f", "share": ".0%"}
     table = format_table(columns, rows)
 
+    # How good the times are depends on what the speeds of the GPU come from.
     rest = "data sheets: --calibrate on such GPUs to narrow it"
     measured = plan.gpu.measured
     if measured:

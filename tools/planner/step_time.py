@@ -27,9 +27,12 @@ UNCALIBRATED, MEASURED = 0.35, 0.25  # half-widths of the band, see StepTime
 GRAPH_GAP = 0.8e-6
 
 BOUNDS = {
-    "matmul": "compute", ATTENTION: "compute", "memory": "memory bandwidth", "launch": "launches",
+    "matmul": "compute",
+    ATTENTION: "compute",
+    "memory": "memory bandwidth",
+    "launch": "launches",
     "bubble": "bubble of the pipeline",
-}  # fmt: skip
+}
 SAME_WEIGHTS = "dp", "cp", "domain", "image"  # groups whose ranks reduce gradients of the same weights
 
 Table = defaultdict[tuple[str, str], float]  # {(phase, part): seconds}, 0 where there is none

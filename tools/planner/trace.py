@@ -36,16 +36,29 @@ from utils.layout import Layout
 from utils.schema import Config
 from utils.torch_private import storage_id
 
-MOST, MOST_OF_DDP = 4, 16  # deepest stages that are traced in full; how DDP cuts buckets is not linear
+# The deepest stages that are traced in full. How DDP cuts buckets is not linear in the number of blocks.
+MOST = 4
+MOST_OF_DDP = 16
 
 # Dimensions of the mesh and combined ones. A group that lies along several is named after the first.
 GROUPS = (
-    "tp", "cp", "pp", "domain", "domain_lat", "domain_lon", "dp", "dp_shard", "dp_replicate", "image", "grad_reduce",
-    "dp_shard_image", "tp_pp",
-)  # fmt: skip
+    "tp",
+    "cp",
+    "pp",
+    "domain",
+    "domain_lat",
+    "domain_lon",
+    "dp",
+    "dp_shard",
+    "dp_replicate",
+    "image",
+    "grad_reduce",
+    "dp_shard_image",
+    "tp_pp",
+)
 
-STATES = "parameters", "gradients", "optimizer"  # what ZeRO shares out, and cpu_offload keeps in host memory
-HELD = *STATES, "activations"
+STATES = ("parameters", "gradients", "optimizer")  # what ZeRO shares out, and cpu_offload keeps in host memory
+HELD = (*STATES, "activations")
 
 
 class Trace(NamedTuple):

@@ -26,10 +26,17 @@ from utils.config import read_mappings
 from utils.errors import run_main
 
 RANKS = 2
-SMALL = "--depth=4", "--device=cpu", "--local_batch_size=4"
+SMALL = ("--depth=4", "--device=cpu", "--local_batch_size=4")
 LAYOUTS = "config/verify.yaml"
-SEARCHED = "--yaml_config=config/mp.yaml", "--config=mp_quick", "--depth=4", "--device=cpu", "--global_batch_size=8"
-STEPS, ROUNDS = 3, 4  # of a turn, and as many that are not timed; turns
+SEARCHED = (
+    "--yaml_config=config/mp.yaml",
+    "--config=mp_quick",
+    "--depth=4",
+    "--device=cpu",
+    "--global_batch_size=8",
+)
+STEPS = 3  # of a turn, and as many that are not timed
+ROUNDS = 4  # turns
 
 
 def build_cases(times: bool = False) -> list[Case]:
@@ -38,13 +45,14 @@ def build_cases(times: bool = False) -> list[Case]:
     for group in read_mappings(LAYOUTS, "groups of layouts").values():
         if group.get("time") and not times:
             continue
-        config, script, ranks = group["config"], group["script"], group["ranks"]
+        config = group["config"]
+        ranks = group["ranks"]
         for text in group["layouts"]:
             words = [f"--config={config}", *SMALL, *text.split()]
             name = f"{config} {text.replace('--', '')}"
             if ranks == 1:
                 name += " (1 rank)"
-            cases.append(build_case(name, script, words, ranks))
+            cases.append(build_case(name, group["script"], words, ranks))
     return cases
 
 
@@ -59,6 +67,7 @@ def verify(cases: Sequence[Case]) -> int:
     rows: list[dict[str, Any]] = []
     for case, found in zip(cases, real, strict=True):
         traces = trace_step(case.config, case.layout, "cpu")
+        # Rank 0 and the first trace stand for all in the table; the counts are compared for every rank.
         messages = found[0].messages
         sent = sum(message.sent * calls for message, calls in messages.items()) / MIB
         planned = traces[0].held["activations"] / MIB
@@ -81,7 +90,8 @@ def differ(found: Sequence[Trace], traces: Sequence[Trace]) -> str:
     problems = []
     # A plan has the traces of some ranks, a run those of all.
     for real_trace_of_rank, trace in zip(found, traces, strict=False):
-        real, plan = counts(real_trace_of_rank), counts(trace)
+        real = counts(real_trace_of_rank)
+        plan = counts(trace)
         for key in real | plan:
             if real[key] != plan[key]:
                 problems.append(f"{real[key]} {key} planned as {plan[key]}")

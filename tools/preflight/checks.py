@@ -38,7 +38,8 @@ def packages(_options: Namespace, _ranks: Rendezvous) -> Results:
     """Check that Python and the packages have the versions that requirements.txt pins."""
     level = "ok" if sys.version_info >= (3, 11) else "FAIL"
     yield CheckResult(level, "python", platform.python_version(), "3.11 or newer is needed")
-    pins = [line.split("==") for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line]
+    requirements = (ROOT / "requirements.txt").read_text().splitlines()
+    pins = [line.split("==") for line in requirements if "==" in line]
     for name, pin in pins:
         try:
             installed = metadata.version(name)
@@ -47,7 +48,8 @@ def packages(_options: Namespace, _ranks: Rendezvous) -> Results:
                 "FAIL", "packages", f"{name} is missing", "make setup, or pip install -r requirements.txt"
             )
             continue
-        if installed.split("+")[0] != pin:
+        version = installed.split("+")[0]  # without the build, as +cu128
+        if version != pin:
             advice = "make setup; another version may work, make test tells"
             yield CheckResult("warn", "packages", f"{name} {installed}, requirements.txt says {pin}", advice)
     yield CheckResult("ok", "packages", f"{len(pins)} compared; torch {torch.__version__}, built for {built_for()}")
@@ -59,8 +61,10 @@ def devices(options: Namespace, ranks: Rendezvous) -> Results:
     if device.type == "cpu":
         yield CheckResult("ok", "devices", "training runs on the CPU")
         return
-    level, message = "ok", f"{torch.accelerator.device_count()} x {device.type}"
-    if gpu := device_module(device, "mem_get_info"):
+    level = "ok"
+    message = f"{torch.accelerator.device_count()} x {device.type}"
+    gpu = device_module(device, "mem_get_info")
+    if gpu:
         free, total = (size / 2**30 for size in gpu.mem_get_info(device))
         level = "ok" if free > 0.9 * total else "warn"
         message += f" {gpu.get_device_name(device)}, {free:.0f} of {total:.0f} GiB free, {built_for()}, "
@@ -70,18 +74,13 @@ def devices(options: Namespace, ranks: Rendezvous) -> Results:
 
 def environment(_options: Namespace, ranks: Rendezvous) -> Results:
     """Find variables of the environment that slow a run down or name something that does not exist."""
-    cpus, env, threads = os.cpu_count() or 1, os.environ, torch.get_num_threads()
     yield CheckResult("ok", "launch", f"{ranks.size} rank(s) on {ranks.launch.nodes} node(s)")
-    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cpus
-    there = min(ranks.launch.ranks_per_node, ranks.size)
-    message = f"OMP_NUM_THREADS {env.get('OMP_NUM_THREADS', 'unset')}: {threads} a rank, {mine} CPUs for it, "
-    level = "warn" if threads > mine or threads * there > cpus else "ok"
-    advice = f"OMP_NUM_THREADS={max(1, min(mine, cpus // there))}" if threads > 1 else "fewer ranks on a node"
-    yield CheckResult(level, "threads", f"{message}{there} rank(s) on the node", advice)
+    yield _threads(ranks)
     slow = read_mappings(SLOW, "variables")
-    for name, value in sorted(env.items()):
+    for name, value in sorted(os.environ.items()):
         setting = f"{name}={value}"
-        if reason := slow.get(name, {}).get(value):
+        reason = slow.get(name, {}).get(value)
+        if reason:
             yield CheckResult("warn", "variables", f"{setting}: {reason}", f"unset {name}")
         elif name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
             level = "FAIL" if unknown_interfaces(value) else "ok"
@@ -90,17 +89,39 @@ def environment(_options: Namespace, ranks: Rendezvous) -> Results:
             yield CheckResult("ok", "variables", setting)
 
 
+def _threads(ranks: Rendezvous) -> CheckResult:
+    """Compare the threads of the ranks on this node with its CPUs."""
+    cpus = os.cpu_count() or 1
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cpus
+    threads = torch.get_num_threads()
+    there = min(ranks.launch.ranks_per_node, ranks.size)
+    # Threads that share a CPU wait for one another at the end of every parallel loop.
+    is_crowded = threads > mine or threads * there > cpus
+    advice = "fewer ranks on a node"
+    if threads > 1:
+        fitting = max(1, min(mine, cpus // there))
+        advice = f"OMP_NUM_THREADS={fitting}"
+    setting = os.environ.get("OMP_NUM_THREADS", "unset")
+    message = f"OMP_NUM_THREADS {setting}: {threads} a rank, {mine} CPUs for it, {there} rank(s) on the node"
+    return CheckResult("warn" if is_crowded else "ok", "threads", message, advice)
+
+
 def unknown_interfaces(value: str) -> bool:
     """Tell whether no interface of this node matches 'ib', '=eth0' or 'eth,ib' (prefixes, as NCCL reads them)."""
     if value.startswith("^"):
         return False
-    exact, names = value.startswith("="), tuple(value.lstrip("=").split(","))
-    return not any(there in names if exact else there.startswith(names) for there in interface_addresses())
+    names = tuple(value.lstrip("=").split(","))
+    if value.startswith("="):
+        known = [there for there in interface_addresses() if there in names]
+    else:
+        known = [there for there in interface_addresses() if there.startswith(names)]
+    return not known
 
 
 def log_folder(options: Namespace, _ranks: Rendezvous) -> Results:
     """Check that this rank can write, sync and rename files in the log folder."""
-    folder, advice = Path(options.expdir), "another folder: --expdir, or LOG_DIR for sites/launch.sh"
+    folder = Path(options.expdir)
+    advice = "another folder: --expdir, or LOG_DIR for sites/launch.sh"
     mark = folder / f".preflight-{uuid.uuid4().hex}"
     try:
         with whole_file(mark) as part:
@@ -121,7 +142,7 @@ def data_folder(options: Namespace, ranks: Rendezvous) -> Results:
         yield CheckResult("warn", "data folder", message, "one step of training shows whether it answers")
         return
     folder = Path(options.train_data_path or "data")
-    file = next((path for pattern in DATA_FILES for path in folder.rglob(pattern) if path.is_file()), None)
+    file = _first_file(folder)
     speeds = ranks.exchange("data folder: read", read_speed(file) if file else None)
     if file:
         read = [speed for speed in speeds if speed is not None]
@@ -130,6 +151,14 @@ def data_folder(options: Namespace, ranks: Rendezvous) -> Results:
         message = f"{folder}: no data files there"
         advice = "docs/data.md says how to fill it, make demo makes sample data; --train_data_path names another"
         yield CheckResult("FAIL" if options.train_data_path else "warn", "data folder", message, advice)
+
+
+def _first_file(folder: Path) -> Path | None:
+    for pattern in DATA_FILES:
+        for path in folder.rglob(pattern):
+            if path.is_file():
+                return path
+    return None
 
 
 def read_speed(file: Path) -> float:
@@ -142,22 +171,26 @@ def read_speed(file: Path) -> float:
 
 def clocks(_options: Namespace, ranks: Rendezvous) -> Results:
     """Compare the clocks of the ranks, on which dates of files and log lines depend."""
-    if ranks.size > 1:
-        ranks.exchange("clocks: ready", True)
-        times = ranks.exchange("clocks", time.time())
-        apart = max(times) - min(times)
-        level = "ok" if apart < CLOCKS_APART else "warn"
-        yield CheckResult(level, "clocks", f"at most {apart:.1f} s apart", "time synchronisation (NTP) of the nodes")
+    if ranks.size == 1:
+        return
+    # All ranks meet first, so that the times are of the same moment.
+    ranks.exchange("clocks: ready", True)
+    times = ranks.exchange("clocks", time.time())
+    apart = max(times) - min(times)
+    level = "ok" if apart < CLOCKS_APART else "warn"
+    yield CheckResult(level, "clocks", f"at most {apart:.1f} s apart", "time synchronisation (NTP) of the nodes")
 
 
 def shared_folder(options: Namespace, ranks: Rendezvous) -> Results:
     """Check that the other ranks soon see a file of rank 0: all of them write a checkpoint into one folder."""
     if ranks.size == 1:
         return
-    folder, mark = Path(options.expdir), Path(options.expdir) / f".preflight-{uuid.uuid4().hex}"
+    folder = Path(options.expdir)
+    mark = folder / f".preflight-{uuid.uuid4().hex}"
     if ranks.rank == 0:
         mark.touch()
-    name, began = ranks.exchange("shared folder: written", mark.name)[0], time.monotonic()
+    name, *_ = ranks.exchange("shared folder: written", mark.name)
+    began = time.monotonic()
 
     def seen() -> bool:
         with suppress(OSError):
@@ -177,17 +210,24 @@ def network(options: Namespace, ranks: Rendezvous) -> Results:
     """Check that all ranks can join one group, NCCL if each has a GPU of its own, otherwise gloo, and how it works."""
     if ranks.size == 1:
         return
-    launch, device = ranks.launch, select_device(options.device, ranks.launch.local_rank)
-    gpu = None if device.type == "cpu" else physical_name(device) or f"{ranks.node} {device}"
+    launch = ranks.launch
+    device = select_device(options.device, launch.local_rank)
+    gpu = None
+    if device.type != "cpu":
+        gpu = physical_name(device) or f"{ranks.node} {device}"
     gpus = ranks.exchange("network: devices", gpu)
-    without, count = [rank for rank, gpu in enumerate(gpus) if gpu is None], len(set(gpus) - {None})
+
+    # NCCL takes one GPU for each rank. Otherwise the rest is checked by gloo, on CPUs.
+    without = [rank for rank, gpu in enumerate(gpus) if gpu is None]
+    count = len(set(gpus) - {None})
+    here = 0 if device.type == "cpu" else torch.accelerator.device_count()
     if count and (without or count < ranks.size):
         shared = f"{ranks.size} ranks share {count} GPUs, which NCCL refuses"
         message = f"{ranks.names(without)} has no GPU, others have" if without else shared
         advice = "equal nodes, and one rank per GPU: --nproc_per_node, --ntasks-per-node, --gpus-per-task"
         yield CheckResult("FAIL", "devices", message, advice)
         device = torch.device("cpu")
-    elif count and launch.ranks_per_node < (here := torch.accelerator.device_count()):
+    elif count and launch.ranks_per_node < here:
         message = f"{launch.ranks_per_node} ranks on a node, {here} GPUs"
         yield CheckResult("warn", "devices", message, "as many ranks as GPUs, or some are idle")
 
@@ -214,8 +254,10 @@ def network(options: Namespace, ranks: Rendezvous) -> Results:
 def collectives(device: torch.device) -> Results:
     """Check that collectives of every kind give the right numbers."""
     for dtype in (torch.float32, torch.bfloat16):
-        right, name = collective_speed.are_right(device, dtype), str(dtype).removeprefix("torch.")
-        if wrong := [kind for kind, well in right.items() if not well]:
+        right = collective_speed.are_right(device, dtype)
+        name = str(dtype).removeprefix("torch.")
+        wrong = [kind for kind, is_right in right.items() if not is_right]
+        if wrong:
             advice = "NCCL_DEBUG=INFO, NCCL_P2P_DISABLE=1 to find the link; tell the site"
             yield CheckResult("FAIL", "collectives", f"{name}: wrong numbers from {', '.join(wrong)}", advice)
         else:
@@ -231,10 +273,12 @@ def bandwidth(device: torch.device, ranks: Rendezvous) -> Results:
     sizes = SIZES.get(device.type, SIZES["cuda"])
     for place, groups in parts.items():
         shown = []
-        for kind, points in collective_speed.all_points(groups, device, sizes, ("all_reduce", "all_gather")).items():
+        points_of = collective_speed.all_points(groups, device, sizes, ("all_reduce", "all_gather"))
+        for kind, points in points_of.items():
             latency, speed = collective_speed.fit(points)
             shown.append(f"{kind} {speed / 1e9:.2f} GB/s, {latency * 1e6:.0f} us")
-        where = {"all": "all ranks", "inside": "inside a node", "across": "across nodes"}[place]
+        names = {"all": "all ranks", "inside": "inside a node", "across": "across nodes"}
+        where = names[place]
         yield CheckResult("ok", "bandwidth", f"{where}, sent by a rank: {'; '.join(shown)}")
 
 
@@ -243,7 +287,8 @@ def checkpoint_group(seconds: float) -> Results:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "what the host name resolves to")
     patience = datetime.timedelta(seconds=seconds)
     try:
-        dist.monitored_barrier(dist.new_group(backend="gloo", timeout=patience), patience, wait_all_ranks=True)
+        group = dist.new_group(backend="gloo", timeout=patience)
+        dist.monitored_barrier(group, patience, wait_all_ranks=True)
     except RuntimeError as error:
         advice = "GLOO_SOCKET_IFNAME: the interface by which the other nodes reach this one"
         yield CheckResult("FAIL", "checkpoint group", f"gloo through {interface}: {first_line(error)}", advice)

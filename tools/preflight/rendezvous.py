@@ -55,9 +55,13 @@ class Rendezvous:
     """
 
     def __init__(self, launch: Launch, patience: float):
-        self.rank, self.size, self.launch, self.patience = launch.rank, launch.world_size, launch, patience
+        self.launch = launch
+        self.rank = launch.rank
+        self.size = launch.world_size
+        self.patience = patience
         self.address = f"{launch.master_addr}:{launch.master_port}"
         self.node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        # Until a rank has come, its node is known by its number alone.
         self.nodes = [self.node] * self.size
         if launch.nodes > 1:
             self.nodes = [f"node {rank // launch.ranks_per_node + 1} of {launch.nodes}" for rank in range(self.size)]
@@ -87,13 +91,16 @@ class Rendezvous:
         """The values of all ranks, in rank order. Each key can be used once. Raises Absent."""
         if self.store is None:
             return [value]
-        patience, store, keys = patience or self.patience, self.store, [f"{key}/{rank}" for rank in range(self.size)]
+        patience = patience or self.patience
+        store = self.store
+        keys = [f"{key}/{rank}" for rank in range(self.size)]
 
         def meet() -> list[Any]:
             store.set(keys[self.rank], json.dumps(value))
             store.wait(keys, timedelta(seconds=patience))
             return [json.loads(text) for text in store.multi_get(keys)]
 
+        # The store has a time limit of its own. The thread's is for a store that does not answer at all.
         try:
             return limited(2 * patience + 5, meet)
         except dist.DistStoreError:  # the wait is over
@@ -110,7 +117,8 @@ class Rendezvous:
 
     def leave(self) -> None:
         """Leave the store. Rank 0, which holds it, leaves last; it does not wait for a rank that has failed."""
-        if store := self.store:
+        store = self.store
+        if store:
             with contextlib.suppress(RuntimeError, TimeoutError):
                 limited(LEAVE_SECONDS, store.add, "left", 1)
                 if self.rank == 0:
@@ -118,7 +126,10 @@ class Rendezvous:
 
     def names(self, ranks: Iterable[int]) -> str:
         """The ranks of each node as text: 'rank 1,4-7 (node2)'."""
-        return "; ".join(f"rank {shortened(numbers)} ({node})" for node, numbers in self.by_node(ranks).items())
+        texts = []
+        for node, numbers in self.by_node(ranks).items():
+            texts.append(f"rank {shortened(numbers)} ({node})")
+        return "; ".join(texts)
 
     def by_node(self, ranks: Iterable[int]) -> dict[str, list[int]]:
         """{node: those of the ranks that are on it}."""
