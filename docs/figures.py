@@ -61,7 +61,8 @@ def inputs(command: str, root: Path = ROOT) -> str:
     The code is that of its model, and of the examples and tests that it runs. Comments and docstrings do not count.
     """
     # A command may name a config, and the values of that config may name another one or code.
-    files = {file.stem: _mappings(file) for file in sorted((root / "config").glob("*.yaml"))}
+    yaml_files = [*sorted((root / "config").glob("*.yaml")), *sorted((root / "tools").rglob("*.yaml"))]
+    files = {file.stem: _mappings(file) for file in yaml_files}
     unnamed = [name for words, name in UNNAMED.items() if words in command]
     found: list[Any] = [files[name] for name in unnamed if name in files]
     named = re.findall(r"[\w.-]+", f"{command} {found}")

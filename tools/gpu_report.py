@@ -5,7 +5,7 @@
     python -m tools.gpu_report --device cpu --gpu h100    a rehearsal at tiny sizes, without a GPU
     python -m tools.gpu_report --plan h100 a100-80gb      the plans of its training runs alone
 
-The commands of config/gpu_report.yaml run one after another, each within a limit; whatever becomes of one, the others
+The commands of tools/gpu_report.yaml run one after another, each within a limit; whatever becomes of one, the others
 follow. The report, a Markdown file named after the GPUs, is written anew after each. Exit status: 0 no command failed
 (some may not have been reached), 1 some did, 2 wrong options or no GPU.
 """
@@ -36,7 +36,7 @@ from utils.device import driver, select_device
 from utils.errors import FAILED_STATUS, STOPPED_STATUS, ArgumentParser, first_line, int_in_range, run_main
 from utils.files import read_json, whole_file
 
-COMMANDS = "config/gpu_report.yaml"
+COMMANDS = "tools/gpu_report.yaml"
 SECONDS = 900  # of all commands
 LONGEST = 360  # of one command
 PASSED = "passed"

@@ -13,7 +13,7 @@ from utils.device import device_module
 
 MIB = 2**20
 GIB = 2**30
-TABLES = "config/benchmarks.yaml"
+TABLES = "tools/tables.yaml"
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def _table_line(words: Iterable[str], widths: Sequence[int]) -> str:
 
 
 def format_tables(command: str, *rows: Iterable[Mapping[str, Any]]) -> str:
-    """The tables that config/benchmarks.yaml has for a command, with the rows of each, under their titles.
+    """The tables that tools/tables.yaml has for a command, with the rows of each, under their titles.
 
     They are {title: {column: "{name of a value in a row:.2f}"}}; a value that is missing shows as '-'.
     """

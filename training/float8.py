@@ -31,7 +31,7 @@ def use_float8(blocks: list[nn.Module], device: torch.device) -> None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         raise UsageError(
-            f"amp_mode fp8: torchao cannot be imported ({error}): pip install -r requirements-fp8.txt, or use "
+            f"amp_mode fp8: torchao cannot be imported ({error}): pip install -r requirements/fp8.txt, or use "
             "--amp_mode bf16"
         ) from None
     finally:

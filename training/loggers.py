@@ -131,7 +131,7 @@ def check_tracker(config: Config) -> None:
     """Raise UsageError where --tracker needs a package that is not installed."""
     if config.tracker != "none" and importlib.util.find_spec(config.tracker) is None:
         raise UsageError(
-            f"--tracker {config.tracker}: this package is not installed: pip install -r requirements-trackers.txt, or "
+            f"--tracker {config.tracker}: this package is not installed: pip install -r requirements/trackers.txt, or "
             "leave --tracker out (TensorBoard's events and metrics-rank0.jsonl are written anyway)"
         )
 

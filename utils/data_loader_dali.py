@@ -29,7 +29,7 @@ try:
 except ImportError as error:
     raise UsageError(
         f"data_loader_config 'dali': NVIDIA DALI cannot be imported ({error}): "
-        "pip install -r requirements-dali.txt, or choose --data_loader_config=pytorch"
+        "pip install -r requirements/dali.txt, or choose --data_loader_config=pytorch"
     ) from None
 
 

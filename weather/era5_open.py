@@ -13,7 +13,7 @@ from weather.era5_source import Source, reading_quietly
 from weather.file_formats import BEGINNING_BYTES, describe_file
 from weather.hdf5_file import is_hdf5
 
-INSTALL = "pip install -r requirements-era5.txt"
+INSTALL = "pip install -r requirements/era5.txt"
 NOT_OPENED = "cannot be opened as Zarr or NetCDF"
 ZARR_METADATA = ("zarr.json", ".zgroup", ".zarray", ".zmetadata", ".zattrs")
 IN_FOLDERS = (  # endings of what may lie in a folder that is given as a source

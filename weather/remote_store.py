@@ -27,7 +27,7 @@ LONGEST_PAUSE = 10.0
 LONGEST_ANSWER = 60.0  # seconds that one attempt may take
 UNLISTED = ("http://", "https://")  # servers that do not say what they have
 METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
-INSTALL = "pip install -r requirements-era5.txt"
+INSTALL = "pip install -r requirements/era5.txt"
 TEMPORARY_STATUS = (408, 425, 429)  # of HTTP, besides 500 and more: ask again
 NO_ACCESS_STATUS = (401, 403)
 # Errors of a program, and not of a line.

@@ -21,7 +21,7 @@ try:
     from weather.remote_zarr import RemoteZarrStore
     from weather.zarr_layout import chunk_layout
 except ImportError as error:
-    raise UsageError(f"a Zarr store needs the package zarr ({error}): pip install -r requirements-era5.txt") from None
+    raise UsageError(f"a Zarr store needs the package zarr ({error}): pip install -r requirements/era5.txt") from None
 
 if TYPE_CHECKING:
     from weather.source_year import SourceReader

@@ -38,7 +38,7 @@ from utils.files import write_json
 from utils.schema import Config
 
 TRIED = "DALI", "fp8", "deterministic"  # steps that are not kept: later ones go on from the step before
-STEPS = "config/ladder.yaml"
+STEPS = "tools/benchmarks/ladder.yaml"
 LEAD_IN = 4  # untimed iterations of each turn: they use up the batches that were read ahead
 # The side of the smallest square product that is timed, and the seconds from which on a product is large enough.
 SMALLEST_PRODUCT, ENOUGH_SECONDS = 256, 0.2
@@ -54,9 +54,9 @@ def ladder(
     """
     device = select_device(config.device)
     reasons = {
-        "DALI": None if installed("nvidia.dali") else "not installed (requirements-dali.txt)",
+        "DALI": None if installed("nvidia.dali") else "not installed (requirements/dali.txt)",
         "TF32": None if device.type != "cpu" else "needs a GPU",
-        "fp8": None if installed("torchao") else "not installed (requirements-fp8.txt)",
+        "fp8": None if installed("torchao") else "not installed (requirements/fp8.txt)",
         "deterministic": None if device.type != "cpu" else "needs a GPU: a CPU's kernels repeat their numbers",
         "CUDA graphs": None if device.type == "cuda" else "needs a GPU",
     }

@@ -92,7 +92,7 @@ def run(
         "of it were read"
     )
     if not installed("nvidia.dali"):
-        print("DALI: not installed (requirements-dali.txt)")
+        print("DALI: not installed (requirements/dali.txt)")
     return {"config": config.config, "machine": machine(device), "workers": workers, "loaders": results}
 
 

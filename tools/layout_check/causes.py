@@ -30,7 +30,7 @@ from utils.schema import Config
 
 GROUPS = ("tp", "cp", "domain", "dp", "image", "grad_reduce")  # in which ranks may hold parts of one sum
 SIZES = ("dp", "tp", "cp", "domain", "pp", "grad_reduce")  # by which a number may be wrong
-CAUSES = "config/causes.yaml"
+CAUSES = "tools/layout_check/causes.yaml"
 LATER = "weights after a later step"
 RANDOM = "random numbers: each layout has other streams of them; without them (dropout 0) the rest can be compared"
 NARROW = 1e-5  # a relative error that rounding to float32 may lead to, in a comparison in float64

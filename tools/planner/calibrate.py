@@ -36,7 +36,7 @@ ROUNDS, MOST_SECONDS = 3, 45  # of measurements; no round begins later
 PRODUCTS = 0.03  # seconds of matrix products between two messages
 # Of a tiny model, whose steps show what is around their operations.
 TINY = ["--embed_dim=16", "--num_heads=2", "--img_size", "8", "16", "--patch_size=4", "--depth=4", "--no-enable_fused"]
-STEPS_OF_HOST = "config/calibrate.yaml"
+STEPS_OF_HOST = "tools/planner/calibrate.yaml"
 Figures = dict[str, Any]  # nested dicts with seconds at their ends
 
 
@@ -98,7 +98,7 @@ def measure_machine(
 
 
 def _tiny_steps(rank: Process, ranks: int) -> dict[str, RankCase]:
-    """{name: its RankCase} of config/calibrate.yaml: training steps of a tiny model, each with another wrapper."""
+    """{name: its RankCase} of tools/planner/calibrate.yaml: training steps of a tiny model, each with another wrapper."""
     tiny = {}
     for name, own in read_mappings(STEPS_OF_HOST, "steps").items():
         options = own["options"]

@@ -16,7 +16,7 @@ from training.timing import WARMUP_ITERATIONS
 from utils.config import check_config, read_mappings, read_named_config
 from utils.errors import UsageError
 
-ROWS = "config/compare.yaml"
+ROWS = "tools/planner/compare.yaml"
 OFF = 0.15  # share by which a figure may differ without a reason
 
 

@@ -27,7 +27,7 @@ from utils.errors import run_main
 
 RANKS = 2
 SMALL = ("--depth=4", "--device=cpu", "--local_batch_size=4")
-LAYOUTS = "config/verify.yaml"
+LAYOUTS = "tools/planner/verify.yaml"
 SEARCHED = (
     "--yaml_config=config/mp.yaml",
     "--config=mp_quick",
@@ -40,7 +40,7 @@ ROUNDS = 4  # turns
 
 
 def build_cases(times: bool = False) -> list[Case]:
-    """The cases of config/verify.yaml, with a small model. times: those for times as well."""
+    """The cases of tools/planner/verify.yaml, with a small model. times: those for times as well."""
     cases = []
     for group in read_mappings(LAYOUTS, "groups of layouts").values():
         if group.get("time") and not times:

@@ -31,7 +31,7 @@ SIZES = {"cpu": (2**12, 2**20, 2**23), "cuda": (2**12, 2**22, 2**26)}  # bytes o
 LEAST_FREE_GB = 10  # sample data and the checkpoints of two runs
 DATA_FILES = "*.h5", "*.nc", "*.zarr/fields/**/[0-9]*"  # years, and the chunks of years
 Results = Iterator[CheckResult]
-SLOW = "config/slow_variables.yaml"
+SLOW = "tools/preflight/slow_variables.yaml"
 
 
 def packages(_options: Namespace, _ranks: Rendezvous) -> Results:
