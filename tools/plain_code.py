@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("networks", "weather", "utils", "distributed", "training", "tools")
@@ -86,7 +87,7 @@ class Source:
 def main() -> int:
     """Print what breaks a rule; 0 if nothing does."""
     measures = Measures()
-    problems = []
+    problems: list[str] = []
     for path in product_files():
         source = read_source(path)
         problems += problems_of(source)
@@ -126,8 +127,15 @@ def lines_of_docstrings(tree: ast.Module) -> set[int]:
     found: set[int] = set()
     for node in ast.walk(tree):
         if is_text(node):
-            found.update(range(node.lineno, node.end_lineno + 1))
+            first, last = lines_of(node)
+            found.update(range(first, last + 1))
     return found
+
+
+def lines_of(node: ast.AST) -> tuple[int, int]:
+    """The numbers of a node's first and last line."""
+    place: Any = node  # statements and expressions alone have a place
+    return place.lineno, place.end_lineno
 
 
 def is_text(node: ast.AST) -> bool:
@@ -168,7 +176,8 @@ def name_of(node: ast.stmt) -> str:
 def broken_rules(node: ast.stmt, source: Source) -> Iterator[str]:
     """What is wrong with a statement."""
     if isinstance(node, FUNCTIONS):
-        length = node.end_lineno - node.lineno + 1
+        first, last = lines_of(node)
+        length = last - first + 1
         if length > MOST_LINES:
             yield f"a function of {length} lines: name its stages ({MOST_LINES} at most)"
     part = part_read_at_once(node)
@@ -199,10 +208,11 @@ def part_read_at_once(node: ast.stmt) -> ast.AST | None:
 
 def tokens_in(node: ast.AST, source: Source) -> int:
     """The number of tokens of code between a node's first and last character."""
-    first = (node.lineno, node.col_offset)
-    last = (node.end_lineno, node.end_col_offset)
+    place: Any = node
+    first = (place.lineno, place.col_offset)
+    last = (place.end_lineno, place.end_col_offset)
     count = 0
-    for line in range(node.lineno, node.end_lineno + 1):
+    for line in range(place.lineno, place.end_lineno + 1):
         columns = source.starts.get(line, ())
         count += sum(first <= (line, column) < last for column in columns)
     return count
