@@ -111,7 +111,7 @@ def attend_windows(
         q = _take_tiles(q, dim, rows)
         k = _take_tiles(k, dim, columns)
         v = _take_tiles(v, dim, columns)
-        mask = mask & seen.view(_mask_shape(seen.shape, axis, axes))
+        mask = mask & seen.view(_mask_shape(seen.shape, axis, axes))  # (*tiles, *T, *L)
 
     # Attention takes the tiles as a batch.
     tiles = q.shape[2:-1:2]
