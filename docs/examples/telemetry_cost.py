@@ -72,18 +72,8 @@ def main(pairs: int, folder: Path) -> None:
         for name in PHASES:
             telemetry.times.stop(name, telemetry.times.start(name))
 
-    # Whole intervals in pairs. Every other pair begins with the interval that has no telemetry.
     interval(True)
-    ratios = []
-    seconds_of_step = []
-    for pair in range(pairs):
-        first = bool(pair % 2)
-        turn = {told: cpu_seconds(partial(interval, told)) for told in (first, not first)}
-        ratios.append(turn[True] / turn[False])
-        seconds_of_step.append(turn[False] / STEPS)
-    low, median, high = statistics.quantiles(ratios, n=4)
-    whole = statistics.median(seconds_of_step)
-    print(f"with / without: median {median:.3f}, quartiles {low:.3f} to {high:.3f}, of {pairs} pairs")
+    whole = compare_intervals(interval, pairs)
 
     # The parts alone. A norm needs gradients.
     parts = {
@@ -95,6 +85,24 @@ def main(pairs: int, folder: Path) -> None:
     parts["a norm"] = cpu_seconds(step.parallel.squared_norm, TIMES) / STEPS
     print_parts(parts, whole)
     loggers.close()
+
+
+def compare_intervals(interval: Callable[[bool], None], pairs: int) -> float:
+    """Print how intervals with telemetry compare with those without; returns the seconds of a step without it.
+
+    interval: makes STEPS steps, with telemetry or not.
+    """
+    ratios = []
+    seconds_of_step = []
+    for pair in range(pairs):
+        # Every other pair begins with the interval that has telemetry.
+        first = bool(pair % 2)
+        turn = {told: cpu_seconds(partial(interval, told)) for told in (first, not first)}
+        ratios.append(turn[True] / turn[False])
+        seconds_of_step.append(turn[False] / STEPS)
+    low, median, high = statistics.quantiles(ratios, n=4)
+    print(f"with / without: median {median:.3f}, quartiles {low:.3f} to {high:.3f}, of {pairs} pairs")
+    return statistics.median(seconds_of_step)
 
 
 def print_parts(parts: dict[str, float], whole: float) -> None:
