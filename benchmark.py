@@ -25,7 +25,8 @@ MANY = int_in_range(1, 2**20)
 
 def main(argv: Sequence[str] | None = None) -> int | None:
     """Measure what the words of a command line ask for; returns the exit status, None for 0."""
-    options, words = build_parser().parse_known_args(sys.argv[1:] if argv is None else argv)
+    command_line = sys.argv[1:] if argv is None else argv
+    options, words = build_parser().parse_known_args(command_line)
     if read_launch().world_size > 1 and vars(options).get("only") is None:
         raise UsageError("benchmark.py starts its ranks itself: start it with plain python, in one process")
 

@@ -29,7 +29,8 @@ DATA = {"test": "inf_data_path", "valid": "valid_data_path", "train": "train_dat
 
 def main(argv: list[str] | None = None) -> None:
     """Forecast with the options of a command line, by default that of this process."""
-    options, words = parse(sys.argv[1:] if argv is None else argv)
+    given = sys.argv[1:] if argv is None else argv
+    options, words = parse(given)
     launch = read_launch()
     splits = SCRIPTS["train_shard.py"].splits
     config = run_config(options.run_folder, words, launch.world_size, splits)

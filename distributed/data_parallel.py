@@ -94,8 +94,9 @@ def fully_shard_model(
     dtype = GATHER_DTYPES[options.gather_dtype]
     pins = device_module(device, "Stream") is not None  # copies from pinned memory go on beside computation
     offload = CPUOffloadPolicy(pin_memory=pins) if options.cpu_offload else OffloadPolicy()
+    mesh_name = "hsdp" if options.data_parallel == "hsdp" else "grad_reduce"
     common: dict[str, Any] = {
-        "mesh": comm.get_mesh("hsdp" if options.data_parallel == "hsdp" else "grad_reduce"),
+        "mesh": comm.get_mesh(mesh_name),
         "reshard_after_forward": options.data_parallel != "zero2",  # zero2 keeps a unit until its backward pass
         "offload_policy": offload,
     }
@@ -315,15 +316,17 @@ def replicate(
     buffers = [name for name, _ in module.named_buffers()]
     ignored = [*split.specs, *buffers]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
+    device_ids = [device] if device.type != "cpu" else None
+    is_same_each_step = options.gradient_accumulation == 1 and not split.stages and not find_unused
     stream = on_capture_stream() if options.enable_cuda_graphs else contextlib.nullcontext()
     with stream:
         ddp = DistributedDataParallel(
             module,
-            device_ids=[device] if device.type != "cpu" else None,
+            device_ids=device_ids,
             process_group=comm.get_group("grad_reduce"),
             bucket_cap_mb=options.bucket_cap_mb,
             gradient_as_bucket_view=True,
-            static_graph=options.gradient_accumulation == 1 and not split.stages and not find_unused,
+            static_graph=is_same_each_step,
             # The pipeline calls forward and backward apart, from which DDP cannot learn the order of its buckets.
             find_unused_parameters=bool(split.stages) or find_unused,
         )

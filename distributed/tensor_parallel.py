@@ -149,7 +149,8 @@ def reduce_partial_gradients(model: nn.Module, group: AnyGroup) -> None:
         for name in getattr(module, "partial_gradients", ()):
             grad = getattr(module, name).grad
             if grad is not None:
-                grads.append(grad.to_local() if is_dtensor(grad) else grad)
+                part = grad.to_local() if is_dtensor(grad) else grad
+                grads.append(part)
     if not grads or group.size == 1:
         return
 

@@ -114,6 +114,7 @@ def run_command(
     # The command runs in another folder, and still finds our modules.
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
     env = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    folder = ROOT if name == "tests" else work
     with log.open("wb") as output:
         process = subprocess.Popen(
             shlex.split(command),
@@ -121,7 +122,7 @@ def run_command(
             stdout=output,
             stderr=subprocess.STDOUT,
             env=env,
-            cwd=ROOT if name == "tests" else work,
+            cwd=folder,
             start_new_session=True,
         )
     try:

@@ -222,8 +222,11 @@ def tokens_read_at_once(node: ast.AST, source: Source) -> int:
     """The tokens of a node; of a table, which is read row by row, only those of its longest row."""
     count = tokens_in(node, source)
     for table in tables_in(node):
-        rows = [sum(tokens_in(part, source) for part in row) for row in rows_of(table)]
-        count += max(rows) - sum(rows)
+        rows = []
+        for row in rows_of(table):
+            tokens = [tokens_in(part, source) for part in row]
+            rows.append(sum(tokens))
+        count += max(rows) - tokens_in(table, source)
     return count
 
 
@@ -246,7 +249,8 @@ def rows_of(node: ast.AST) -> list[list[ast.AST]]:
     if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
         return [[entry] for entry in node.elts]
     if isinstance(node, ast.Call):
-        return [[argument] for argument in [*node.args, *[keyword.value for keyword in node.keywords]]]
+        keyword_values = [keyword.value for keyword in node.keywords]
+        return [[argument] for argument in [*node.args, *keyword_values]]
     return []
 
 
@@ -268,11 +272,12 @@ def holds(node: ast.AST, outer: tuple, inner: tuple) -> bool:
 
 
 def has_condition_in_call(node: ast.AST) -> bool:
-    """Tell whether an argument of a call is an `a if b else c`."""
+    """Tell whether an argument of a call is an `a if b else c`, and the condition b has no name."""
     for call in ast.walk(node):
         if isinstance(call, ast.Call):
             values = [*call.args, *[keyword.value for keyword in call.keywords]]
-            if any(isinstance(value, ast.IfExp) for value in values):
+            conditions = [value.test for value in values if isinstance(value, ast.IfExp)]
+            if not all(isinstance(condition, (ast.Name, ast.Attribute)) for condition in conditions):
                 return True
     return False
 

@@ -46,7 +46,8 @@ def format_table(
     for row in rows:
         texts = []
         for value, spec in zip(row, columns.values(), strict=True):
-            texts.append("-" if value is None else format(value, spec))
+            text = "-" if value is None else format(value, spec)
+            texts.append(text)
         cells.append(texts)
     widths = []
     for column in zip(columns, *cells, strict=True):
@@ -65,7 +66,8 @@ def format_table(
 def _table_line(words: Iterable[str], widths: Sequence[int]) -> str:
     padded = []
     for place, (word, width) in enumerate(zip(words, widths, strict=True)):
-        padded.append(word.ljust(width) if place == 0 else word.rjust(width))
+        text = word.ljust(width) if place == 0 else word.rjust(width)
+        padded.append(text)
     return f"| {' | '.join(padded)} |"
 
 

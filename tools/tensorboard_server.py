@@ -31,8 +31,11 @@ def find_log_folder(folder: Path | str | None = None) -> Path:
     Raises UsageError if it does not exist.
     """
     variables = ("LOGDIR", "LOG_DIR", "EXPDIR")  # LOG_DIR is that of the submit scripts
-    given = folder or next(filter(None, map(os.environ.get, variables)), None)
-    path = Path(given or ("logs" if Path("logs").is_dir() else ROOT / "example_logs")).expanduser().resolve()
+    named = [os.environ[name] for name in variables if os.environ.get(name)]
+    usual = Path("logs") if Path("logs").is_dir() else ROOT / "example_logs"
+    given = [folder, *named, usual]
+    first = next(path for path in given if path)
+    path = Path(first).expanduser().resolve()
     if not path.is_dir():
         raise UsageError(f"{path}: no such log folder: LOGDIR of the notebook, or {', '.join(variables)} name it")
     return path

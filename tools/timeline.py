@@ -176,7 +176,10 @@ def summarize(traces: Sequence[Trace], starts: DataFrame) -> str:
         edges, state, phases = states(trace, last)
         for phase, inside in phases.items():
             durations = np.diff(edges) * inside
-            times = [float(durations[state == number].sum()) / scale for number in range(len(STATES))]
+            times = []
+            for number in range(len(STATES)):
+                of_state = durations[state == number]
+                times.append(float(of_state.sum()) / scale)
             own_ms[trace.rank, phase] = times[COMPUTE] + times[IDLE]
             if any(times):  # a phase may be empty, as without a pipeline
                 rows.append([f"{trace.rank} {phase}", *times, sum(times)])

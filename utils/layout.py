@@ -88,7 +88,8 @@ class Layout:
         rows, columns = self.domain
         parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
         if "domain" in names and rows * columns > 1:
-            parts.append(f"domain {rows}x{columns}" if columns > 1 else f"domain {rows}")
+            tiles = f"{rows}x{columns}" if columns > 1 else f"{rows}"
+            parts.append(f"domain {tiles}")
         return " x ".join(parts)
 
     @property
@@ -136,7 +137,10 @@ class Layout:
         for name in names:
             groups = self.groups(name)
             # A group that crosses nodes communicates over the network.
-            crossing = sum(len(set(group // ranks_per_node)) > 1 for group in groups)
+            crossing = 0
+            for group in groups:
+                nodes = set(group // ranks_per_node)
+                crossing += len(nodes) > 1
             where = "inside a node" if not crossing else f"{crossing} of {len(groups)} cross nodes"
             bracketed = []
             for group in groups:

@@ -228,7 +228,10 @@ def recorded_collectives() -> list[dict[str, Any]]:
     from torch import distributed as dist
 
     calls = _calls() if dist.is_initialized() else []
-    return [{key: call[key] for key in ("group", "number", "operation")} for call in calls]
+    recorded = []
+    for call in calls:
+        recorded.append({"group": call["group"], "number": call["number"], "operation": call["operation"]})
+    return recorded
 
 
 def _calls() -> list[dict[str, Any]]:

@@ -56,7 +56,8 @@ class ChunkReader:
             elif self.source.is_local:
                 # The index of a shard has a row for each chunk that it could hold.
                 offsets = self._index(coords)[..., 0]
-                missing += int((offsets[np.ix_(*inside)] == NEVER_WRITTEN).sum())
+                needed = offsets[np.ix_(*inside)]
+                missing += int((needed == NEVER_WRITTEN).sum())
         return missing
 
     def read(self, selection: Sequence[slice], out: np.ndarray) -> None:

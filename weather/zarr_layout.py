@@ -179,7 +179,8 @@ def _layout_of_format_3(array: zarr.Array, metadata: dict[str, Any]) -> ChunkLay
     if first["name"] == "bytes":
         undo = _codecs([codec["name"] for codec in others])
         endian = first.get("configuration", {}).get("endian", "little")
-        dtype = dtype.newbyteorder(">" if endian == "big" else "<")
+        is_big = endian == "big"
+        dtype = dtype.newbyteorder(">" if is_big else "<")
     return ChunkLayout(array.shape, array.chunks, dtype, undo, array.path, prefix, separator, shards)
 
 

@@ -134,7 +134,8 @@ class Spec:
         result: list[Placement] = []
         count = len(self.mesh.groups)
         for m in range(count):
-            result.append(Partial() if m in self.partial else Replicate())
+            placement = Partial() if m in self.partial else Replicate()
+            result.append(placement)
         for dim, axes in enumerate(self.dims):
             for axis in axes:
                 if axis.mesh_dim is not None:

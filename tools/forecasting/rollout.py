@@ -139,7 +139,8 @@ class _Rollout:
             (state,) = steps.steps(self.parallel.model, x, 1)
             latest = steps.moved_on(latest, state)
             forecast = whole(state)[:count]
-            truth = whole(frames.read(dates + lead * HOUR)[:, : self.n_out])[:count]
+            frame = frames.read(dates + lead * HOUR)
+            truth = whole(frame[:, : self.n_out])[:count]
             self.skill.update(step, persistence, forecast, truth)
             self.spectra.update(step, forecast, truth)
             if keeps:

@@ -67,16 +67,18 @@ def _skill_record(
         of_channel = spectra.of(result.names.index(name))
         power[name] = {key: values.tolist() for key, values in of_channel.items()}
     ratio = spectra.ratio().tolist()
+    ratio_by_channel = dict(zip(result.names, ratio, strict=True))
+    starts = [show(start) for start in result.starts]
     return {
         **about,
-        "starts": [show(start) for start in result.starts],
+        "starts": starts,
         "lead_hours": result.leads,
         "units": units,
         **result.skill,
         "spectra": {
             "lead_hours": spectra.leads,
             "ratio_up_to_km": spectra.short,  # short waves of every channel, of truth
-            "ratio": dict(zip(result.names, ratio, strict=True)),
+            "ratio": ratio_by_channel,
             "wavelengths_km": spectra.wavelengths.tolist(),
             "power": power,
         },

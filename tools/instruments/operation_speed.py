@@ -184,7 +184,10 @@ def _tensor_sets(device, dtype, shapes):
     footprint = FOOTPRINT.get(device.type, 2**28)
     number = footprint // 2 // size_of_set
     number = min(32, max(2, number))
-    return [[tensor.clone() for tensor in first] for _ in range(number)]
+    sets = []
+    for _ in range(number):
+        sets.append([tensor.clone() for tensor in first])
+    return sets
 
 
 def seconds_of(

@@ -144,7 +144,8 @@ def _of_pattern(apart: Apart) -> str:
     mean_is_right = stage == GRADIENT and is_together and not apart.is_of_some and _mean_is_right(apart)
     factors = comm.gather(factor)
     if (size := factors[first]) and not apart.is_of_some:
-        is_alike = all(abs((factors[rank] or 0) - size) < 1e-6 for rank in apart.ranks)
+        of_ranks = [factors[rank] or 0 for rank in apart.ranks]
+        is_alike = all(abs(other - size) < 1e-6 for other in of_ranks)
         if is_alike and (explained := _by_factor(size, apart.config.gradient_accumulation)):
             right = ": what a rank computes is right, its reduction is not" if mean_is_right else ""
             return explained + right
@@ -217,7 +218,8 @@ def _factor(got: Tensor, wanted: Tensor, limit: float) -> float | None:
     largest = wanted.abs().max()
     tolerance = limit / largest.item()
     factor: float = ((got * wanted).sum() / square).item()
-    rest = ((got - factor * wanted).abs().max() / largest).item()
+    difference = got - factor * wanted
+    rest = (difference.abs().max() / largest).item()
     is_one_factor = rest <= max(tolerance, 1e-6) * max(1, abs(factor))
     return factor if is_one_factor and abs(factor - 1) > tolerance else None
 
@@ -240,8 +242,11 @@ def _by_factor(factor: float, micro_batches: int) -> str:
         (factor, "{} times what it should be: reduced twice, or a sum where a mean belongs, over {}"),
         (1 / factor, "1/{} of what it should be: a mean where a sum belongs, or divided twice, over {}"),
     ):
-        groups = [name for name in SIZES if comm.get_size(name) > 1 and abs(size - comm.get_size(name)) < 1e-3]
-        names = [_group(name) for name in groups]
+        names = []
+        for name in SIZES:
+            ranks = comm.get_size(name)
+            if ranks > 1 and abs(size - ranks) < 1e-3:
+                names.append(_group(name))
         if micro_batches > 1 and abs(size - micro_batches) < 1e-3:
             names.append(f"the micro-batches ({micro_batches})")
         if names:

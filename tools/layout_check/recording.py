@@ -192,7 +192,8 @@ def drop_rounding(model: nn.Module) -> None:
     for parameter in model.parameters():
         grad = parameter.grad
         if grad is not None:
-            gradients.append(grad.to_local() if isinstance(grad, DTensor) else grad)
+            part = grad.to_local() if isinstance(grad, DTensor) else grad
+            gradients.append(part)
     sizes_here = [grad.abs().max().item() for grad in gradients if grad.numel()]
     largest = max(comm.gather(max(sizes_here, default=0.0)))
     for grad in gradients:

@@ -98,7 +98,7 @@ def measure_machine(
 
 
 def _tiny_steps(rank: Process, ranks: int) -> dict[str, RankCase]:
-    """{name: its RankCase} of tools/planner/calibrate.yaml: training steps of a tiny model, each with another wrapper."""
+    """{name: its RankCase} of calibrate.yaml beside this file: steps of a tiny model, each with another wrapper."""
     tiny = {}
     for name, own in read_mappings(STEPS_OF_HOST, "steps").items():
         options = own["options"]
@@ -303,7 +303,8 @@ def main(words: Sequence[str]) -> int:
 
     figures: list[Figures] = []
     for _ in range(ROUNDS):
-        if figures and max(comm.gather(time.monotonic() - began)) > MOST_SECONDS:
+        elapsed = comm.gather(time.monotonic() - began)
+        if figures and max(elapsed) > MOST_SECONDS:
             break
         own, traces = measure_machine(rank, nodes)
         figures.append(own)

@@ -132,7 +132,8 @@ def log_folder(options: Namespace, _ranks: Rendezvous) -> Results:
         yield CheckResult("FAIL", "log folder", f"{folder}: {error.strerror or error}", advice)
         return
     message = f"{folder}: written, synced, renamed; {free:.0f} GB free"
-    yield CheckResult("ok" if free > LEAST_FREE_GB else "warn", "log folder", message, f"make room, or {advice}")
+    status = "ok" if free > LEAST_FREE_GB else "warn"
+    yield CheckResult(status, "log folder", message, f"make room, or {advice}")
 
 
 def data_folder(options: Namespace, ranks: Rendezvous) -> Results:
@@ -235,6 +236,7 @@ def network(options: Namespace, ranks: Rendezvous) -> Results:
     backend = backend_for(device)
     # NCCL ends the process at its timeout, before the rendezvous can say which rank is missing.
     patience = datetime.timedelta(seconds=ranks.patience * (1 if backend == "gloo" else 100))
+    bound_device = None if backend == "gloo" else device
     store = ranks.store.clone()  # type: ignore[union-attr]  # not in torch's stubs
     dist.init_process_group(
         backend,
@@ -242,7 +244,7 @@ def network(options: Namespace, ranks: Rendezvous) -> Results:
         rank=ranks.rank,
         world_size=ranks.size,
         timeout=patience,
-        device_id=None if backend == "gloo" else device,
+        device_id=bound_device,
     )
     dist.all_reduce(torch.ones(1, device=device))
     yield CheckResult("ok", "process group", f"{backend}, {ranks.size} ranks")

@@ -164,7 +164,8 @@ def matmul(func: Callable, input: Tensor, other: Tensor) -> ShardTensor:
     has_columns = other.dim() > 1
     first = [*_batch(input), "n", "d"] if has_rows else ["d"]
     second = [*_batch(other), "d", "m"] if has_columns else ["d"]
-    result = _batch(input if input.dim() > other.dim() else other)
+    longer = input if input.dim() > other.dim() else other
+    result = _batch(longer)
     if has_rows:
         result.append("n")
     if has_columns:
@@ -196,7 +197,8 @@ def distances(
         [*_batch(x1), "n", "d"],
         [*_batch(x2), "m", "d"],
     )
-    batch = _batch(x1 if x1.dim() > x2.dim() else x2)
+    longer = x1 if x1.dim() > x2.dim() else x2
+    batch = _batch(longer)
     return contracted(compute, (x1, x2), labels, [*batch, "n", "m"])
 
 
@@ -252,7 +254,8 @@ def einsum(func: Callable, equation: str, *operands: Any) -> ShardTensor:
     counts = []  # of the dimensions that "..." stands for in each term
     for term, x in zip(terms, operands, strict=True):
         letters = len(term) - 3
-        counts.append(x.dim() - letters if "..." in term else 0)
+        count = x.dim() - letters if "..." in term else 0
+        counts.append(count)
     most = max(counts)
     dots = [f"b{i}" for i in range(most, 0, -1)]
     labels = []

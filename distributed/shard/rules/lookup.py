@@ -296,7 +296,9 @@ def grid_sample(
     if near and is_precise and values_are_known:
         for i, n in enumerate(shape):
             of_dim = rows_at(grid_part[..., -1 - i], n, padding_mode, align_corners)
-            rows_of_places.append(of_dim.round() if mode == "nearest" else of_dim)
+            if mode == "nearest":
+                of_dim = of_dim.round()
+            rows_of_places.append(of_dim)
         splits = splits_of(x, near)
         places_near = {d: rows_of_places[d - 2].detach() for d in near}
         needed = rows_needed(x.spec, splits, places_near)
@@ -342,7 +344,8 @@ def _gather_images(x, samples, channels, needed, out):
     """This rank's part of the images, (b, c, ...), gathered along the dimensions that need no halo."""
     dims = [samples, channels]
     for d, n in enumerate(x.spec.shape[2:], 2):
-        dims.append(x.spec.dims[d] if d in needed else unsplit_axes(n))
+        axes = x.spec.dims[d] if d in needed else unsplit_axes(n)
+        dims.append(axes)
     images = to_spec(x, x.spec.with_dims(dims))
     return sum_grad_over_replicas(images, out)
 

@@ -147,7 +147,8 @@ def left(
     """The padding that the plain operation has still to add, after `extended`."""
     padding = []
     for dim, window in along.items():
-        padding.append(0 if dim in splits else window.before)
+        missing = 0 if dim in splits else window.before
+        padding.append(missing)
     return padding
 
 

@@ -142,7 +142,8 @@ def windows_of(
     has_stride = any(s != 1 for s in strides)
     if padding == "same" and has_stride:
         raise ValueError("padding='same' is not supported for strided convolutions")
-    pads = spatial(0 if padding in ("same", "valid") else padding, count)
+    is_word = padding in ("same", "valid")
+    pads = spatial(0 if is_word else padding, count)
     # Padding may differ at the two ends, for 'same' with an even kernel.
     windows = {}
     for dim, k, s, d, pad in zip(dims, kernels, strides, dilations, pads, strict=True):
