@@ -4,7 +4,7 @@
 # make test-all   set up, run all tests, and print which lines they reach; takes the same variables, and COVERAGE= for none
 # make setup  the environment alone (.venv); TORCH="torch==2.11.0 --index-url ..." with another build of torch,
 #             SITE_TORCH=1 with the torch that a loaded module gives (docs/launch.md)
-# make lint   ruff: lint and format check; mypy: types; import-linter: what may import what
+# make lint   ruff: lint and format check; mypy: types; import-linter: what may import what; plain_code: how dense it is
 # make site   build the pages as a web site into site/; make site-serve: show it on this machine, anew after each change
 # make drawings   make the drawings of the docs again; make notebooks: the lessons as notebooks
 # make lint-docs   English of README and docs, by textlint (needs npm)
@@ -43,6 +43,7 @@ lint: .venv/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m tools.plain_code
 
 # The tool lies in .cache, out of the tree.
 lint-docs:

@@ -9,7 +9,6 @@ return them as gradients of ShardTensors; a plain gradient of a plain tensor is 
 
 import functools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch._functorch import eager_transforms, vmap
 from torch.autograd.function import Function, _SingleLevelFunction
 
+from distributed.shard.hacks import replace_backward
 from distributed.shard.operands import gradient_spec
 from distributed.shard.rules.attributes import as_gradient
 from distributed.shard.spec import Spec
@@ -89,8 +89,7 @@ def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         user_backward = cls.backward if cls.vjp is Function.vjp else cls.vjp
         backward = functools.partial(_backward, user_backward, seen, into)
         node.register_prehook(lambda grads: _seen(grads, seen))
-        # The node calls this in place of the user's class.
-        node._forward_cls = SimpleNamespace(vjp=Function.vjp, backward=backward)
+        replace_backward(node, backward)
     return out
 
 

@@ -5,7 +5,6 @@ Those of BODIES are Python functions of torch: their bodies run as they are. Tho
 
 import math
 from collections.abc import Callable, Sequence
-from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.collectives import reduce_from_region
+from distributed.shard.hacks import without_dispatch
 from distributed.shard.operands import sum_partial
 from distributed.shard.rules.elementwise import own_stream
 from distributed.shard.rules.normalization import of_channels
@@ -92,30 +92,8 @@ for _names, _formula in FORMULAS.items():
     _register(_functions, _formula)
 
 
-def body(function: FunctionType) -> FunctionType:
-    """The function without its question whether an argument has a __torch_function__."""
-    asks = (
-        "has_torch_function",
-        "has_torch_function_unary",
-        "has_torch_function_variadic",
-    )
-    # A copy with globals of its own: torch's module keeps the real ones.
-    names = dict(function.__globals__)
-    for name in asks:
-        names[name] = lambda *args: False
-    copy = FunctionType(
-        function.__code__,
-        names,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
 for _function in BODIES:
-    _register([_function], body(_function))
+    _register([_function], without_dispatch(_function))
 
 
 @rule(*named("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided"))

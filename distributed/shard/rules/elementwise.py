@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from distributed.layers import rank_random
+from distributed.shard.hacks import adopt
 from distributed.shard.operands import check_writable, common_spec, local_operand, sum_partial
 from distributed.shard.rules.rows import change_row
-from distributed.shard.spec import Spec, part_of
+from distributed.shard.spec import Spec
 from distributed.shard.tensor import ShardTensor, local, named, no_rule, rule, wrap, wrap_result
-from utils.torch_private import storage_id
 
 
 def pointwise_names() -> set[str]:
@@ -102,7 +102,6 @@ DROPOUT = set(named("dropout", "dropout_", "alpha_dropout"))
 DRAWING = named("rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_", "uniform_")
 IN_PLACE = {func for func in (*POINTWISE, *DROPOUT, *DRAWING) if changes_in_place(func)}
 CASTS = named("to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool")
-ALONE = 2  # users of the storage of a tensor that has no views: the tensor, and the one who asks
 # Linear functions, f(a + b) = f(a) + f(b), keep a partial tensor partial.
 LINEAR = set(named("neg", "__neg__", "positive", "clone", "contiguous", "detach", "alias", "cpu", "cuda"))
 SCALING = set(named("mul", "multiply", "div", "true_divide", "divide", "__mul__", "__rmul__", "__truediv__"))
@@ -201,25 +200,6 @@ def is_for_all(spec: Spec, operands: Sequence[Any]) -> bool:
         return False
     tensors = [x for x in operands if isinstance(x, Tensor)]
     return not any(x.requires_grad for x in tensors)
-
-
-def adopt(func: Callable, plain: Tensor, spec: Spec) -> None:
-    """Make a plain tensor that is about to receive the values of a split one a ShardTensor itself, in place.
-
-    Models write so: out = torch.zeros(...), then out[...] = part. Each rank keeps its part of what the tensor held.
-    Refused for a tensor that has views or a graph, because these would keep the whole.
-    """
-    own_spec = spec.with_dims(spec.dims, ())
-    users = torch._C._storage_Use_Count(storage_id(plain)) if type(plain) is Tensor else 0
-    is_free = users == ALONE and not plain.requires_grad
-    fits = plain.shape == spec.shape
-    if not is_free or not fits or torch.compiler.is_compiling():
-        raise no_rule(func, (wrap(plain, spec),), {}, "a plain tensor cannot take the values of a split one")
-
-    # The caller's own object changes its class, since the caller goes on with it.
-    plain.data = part_of(plain, own_spec).clone()
-    plain.__class__ = ShardTensor
-    plain.spec = own_spec
 
 
 @rule(*CASTS)

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distributed.shard.hacks import adopt
 from distributed.shard.operands import check_writable, global_shape, gradient_spec, local_operand, sum_partial
-from distributed.shard.rules.elementwise import adopt, is_for_all
+from distributed.shard.rules.elementwise import is_for_all
 from distributed.shard.rules.indexing import dims_taken, getitem, index_items, locate
 from distributed.shard.rules.lookup import mask_of
 from distributed.shard.rules.rows import take_part
