@@ -122,7 +122,9 @@ def _as_part(tensor, dim):
     shape = list(tensor.shape)
     shape[dim] *= comm.get_size("tp")
     if not is_dtensor(tensor):
-        return as_dtensor(tensor, comm.get_mesh("tp"), [Shard(dim)], shape)
+        tp_mesh = comm.get_mesh("tp")
+        assert tp_mesh is not None  # a weight is split over ranks alone
+        return as_dtensor(tensor, tp_mesh, [Shard(dim)], shape)
     # tp comes first: a row that is split twice is split by tp, and each piece by the data-parallel ranks.
     data_mesh = tensor.device_mesh
     ranks = _ranks(data_mesh.ndim).reshape(-1, *data_mesh.shape)  # (tp, *data-parallel)
@@ -134,6 +136,7 @@ def _as_part(tensor, dim):
 def _ranks(mesh_dims):
     """Ranks of this pipeline stage: (tp, all others), or in the order of hsdp's mesh, which has two dimensions."""
     mesh = comm.get_mesh("")
+    assert mesh is not None and mesh.mesh_dim_names is not None  # utils.comm has built it
     names = list(mesh.mesh_dim_names)
     first = ["pp", "tp", "dp_replicate"] if mesh_dims == 2 else ["pp", "tp"]
     rest = [name for name in names if name not in first]

@@ -98,8 +98,7 @@ def _code_alone(path):
     """The code of a file without comments and docstrings, the same under every Python."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
-        may_have_docstring = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-        if may_have_docstring and ast.get_docstring(node) is not None:
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             del node.body[0]
     return re.sub(r", \w+=\[\]|\b\w+=\[\](, )?", "", ast.dump(tree))  # Python 3.13 leaves out what is empty
 
@@ -199,14 +198,15 @@ def difference(before: str, after: str, whole: bool = True) -> None:
 
 def _without_docstrings(code):
     lines = code.splitlines()
-    hidden = set()
+    hidden: set[int] = set()
     for node in ast.walk(ast.parse(code)):
         if not isinstance(node, ast.ClassDef | ast.FunctionDef) or not ast.get_docstring(node):
             continue
         text = node.body[0]
-        hidden.update(range(text.lineno - 1, text.end_lineno))
-        if not lines[text.end_lineno]:  # the blank line behind the docstring of a class
-            hidden.add(text.end_lineno)
+        last = text.end_lineno or text.lineno
+        hidden.update(range(text.lineno - 1, last))
+        if not lines[last]:  # the blank line behind the docstring of a class
+            hidden.add(last)
     return "\n".join(line for i, line in enumerate(lines) if i not in hidden)
 
 

@@ -78,6 +78,7 @@ def _check(process: Process, name: str, file: str, size: int, seed: int, store: 
 
 def _load(file):
     spec = importlib.util.spec_from_file_location(f"exercise_{Path(file).stem}", file)
+    assert spec is not None and spec.loader is not None  # of a file of Python there is one
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

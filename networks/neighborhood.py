@@ -152,16 +152,15 @@ def _cut_axis(starts, kernel_size, dilation, tile, num_queries, num_keys):
     size = -(-num_queries // num_tiles)
     queries = []
     for start in range(0, num_queries, size):
-        row = range(start, start + size)
-        queries.append([min(query, num_queries - 1) for query in row])
+        queries.append([min(query, num_queries - 1) for query in range(start, start + size)])
 
     # The keys of a tile reach from its first window to the end of its last one. All tiles take as many as the longest.
     begins = []
     lengths = []
     for row in queries:
-        windows = [starts[query] for query in row]
-        begin = min(windows)
-        end = max(windows) + reach + 1
+        starts_of_row = [starts[query] for query in row]
+        begin = min(starts_of_row)
+        end = max(starts_of_row) + reach + 1
         begins.append(begin)
         lengths.append(end - begin)
     length = max(lengths)

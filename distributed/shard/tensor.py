@@ -172,7 +172,7 @@ class ShardTensor(torch.Tensor):
         """The whole tensor on every rank, as a plain tensor. The gradient of it must be the same on every rank."""
         return local(self.replicate())
 
-    def __repr__(self):
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's has an argument of its own
         return f"ShardTensor({self.spec}, local={local(self.detach())})"
 
 

@@ -182,7 +182,7 @@ def pipeline_shapes(config: Config, layout: Layout) -> Iterator[None]:
         taken = inputs if is_first else tokens
         given = outputs if is_last else tokens
         # No gradient goes to the images, and the loss has none from a next stage.
-        shapes = {
+        shapes: dict[str, Any] = {
             "input_args": (like(taken, requires_grad=not is_first),),
             "input_grads": None if is_first else (like(taken),),
             "output_args": (like(given, requires_grad=not is_last),),

@@ -116,7 +116,7 @@ def grid_text(cells: Sequence[Cell], axis: Axis, inference: bool) -> str:
 
 def _table(cells, axis, beside, title, words_of):
     """One table: a row for each number of GPUs, a column for each value. words_of: the text of a plan that fits."""
-    rows = {}
+    rows: dict[int, list[Any]] = {}
     for cell in cells:
         if cell.plan is None:
             words = "-"

@@ -167,6 +167,7 @@ def _trace(config, layout, rank, device_type, inference):
         for block in blocks:
             if isinstance(getattr(block, "attn", None), Attention):
                 block.attn.dropout = 0.0  # in the fused kernels of a GPU it keeps nothing
+            assert autocast is not None
             transform_forward(block, autocast)
         split = split_as_configured(model, config)
         if autocast and config.activation_checkpointing == "step":
@@ -334,7 +335,7 @@ def _named_messages(tracker):
 
 def _dimensions():
     """{ranks of a group that this rank is in: the dimension of the mesh along which it lies}."""
-    names = {}
+    names: dict[tuple[int, ...], str] = {}
     if dist.is_initialized():
         for dimension in GROUPS:
             ranks = dist.get_process_group_ranks(comm.get_group(dimension))
