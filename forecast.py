@@ -19,7 +19,7 @@ from tools.forecasting.rollout import lead_times, roll_out, shown_channel
 from tools.forecasting.skill_report import read_skill, write_report
 from training.assembly import build_parallel
 from training.trained_weights import check_origin, find, load_weights_into
-from utils import comm
+from utils import agreement, comm, connection
 from utils.config import SCRIPTS
 from utils.errors import ArgumentParser, int_in_range
 from utils.launch import read_launch
@@ -35,31 +35,31 @@ def main(argv: list[str] | None = None) -> None:
     splits = SCRIPTS["train_shard.py"].splits
     config = run_config(options.run_folder, words, launch.world_size, splits)
     layout = config.layout(launch.world_size, launch.ranks_per_node)
-    device = comm.init(config.device, config.comm_timeout)
+    device = connection.connect(config.device, config.comm_timeout)
     comm.build_mesh(device, layout)
 
     # What to forecast. A rank that finds a mistake tells the others, so that all of them end.
     data = getattr(config, DATA[options.split])
-    frames = comm.raise_on_all_ranks(lambda: DatedFrames(data, config, device))
-    leads = comm.raise_on_all_ranks(lambda: lead_times(config, frames.interval, options.lead_hours))
+    frames = agreement.raise_on_all_ranks(lambda: DatedFrames(data, config, device))
+    leads = agreement.raise_on_all_ranks(lambda: lead_times(config, frames.interval, options.lead_hours))
     wanted = options.dates or options.starts
-    starts = comm.raise_on_all_ranks(lambda: choose_starts(frames, leads, wanted))
-    others = comm.on_main(lambda: {run: read_skill(run, starts, leads) for run in options.compare})
+    starts = agreement.raise_on_all_ranks(lambda: choose_starts(frames, leads, wanted))
+    others = agreement.on_main(lambda: {run: read_skill(run, starts, leads) for run in options.compare})
     names = frames.dataset.description.names[: config.n_out_channels]
-    channel = comm.raise_on_all_ranks(lambda: shown_channel(names, options.channel))
+    channel = agreement.raise_on_all_ranks(lambda: shown_channel(names, options.channel))
 
     # The checkpoint, and whether it has seen these frames.
-    checkpoint, marker = comm.on_main(lambda: find(options.run_folder, options.checkpoint))
+    checkpoint, marker = agreement.on_main(lambda: find(options.run_folder, options.checkpoint))
     check_origin(config, checkpoint, marker)
     record = marker["trainer"].get("data", {})
     is_training_data = options.split == "train"
-    notes = comm.raise_on_all_ranks(lambda: frames.check(record, checkpoint, is_training_data))
+    notes = agreement.raise_on_all_ranks(lambda: frames.check(record, checkpoint, is_training_data))
     parallel = build_parallel(config, device, weights=())
-    comm.raise_on_all_ranks(lambda: load_weights_into(parallel, checkpoint))
+    agreement.raise_on_all_ranks(lambda: load_weights_into(parallel, checkpoint))
 
     # The forecasts. The folder is emptied only now that nothing is left that could be refused.
     out = options.out or f"{options.run_folder}/forecast"
-    comm.on_main(lambda: prepare_folder(out))
+    agreement.on_main(lambda: prepare_folder(out))
     if comm.is_main():
         print(*notes, sep="\n")
     began = time.perf_counter()
@@ -98,4 +98,4 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 if __name__ == "__main__":
-    comm.run_ranks(main)
+    connection.run_ranks(main)

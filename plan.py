@@ -26,7 +26,7 @@ from tools.planner import plan_text as report
 from tools.planner.compare import compare
 from tools.planner.hardware import Gpu, load_gpu
 from tools.planner.search import LAYOUT_OPTIONS, Request, best_layouts, gpu_counts, scaling, submit_plan
-from utils.comm import run_ranks
+from utils.connection import run_ranks
 from utils.errors import ArgumentParser, UsageError, int_in_range
 
 

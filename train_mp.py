@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 2 train_mp.py --config=mp_quick --tensor_parallel 2
     torchrun --nproc_per_node 4 train_mp.py --config=mp_quick --context_parallel 2 --data_parallel fsdp
 
-The ranks that are left are data parallel, with any strategy of rung 2. `python -m utils.comm` shows the groups of a
+The ranks that are left are data parallel, with any strategy of rung 2. `python -m utils.layout` shows the groups of a
 layout. Exit status: as train.py.
 """
 
@@ -15,7 +15,7 @@ from training.run import Run
 from training.speed_options import apply_speed_options
 from training.start import start
 from training.step import TrainingStep
-from utils import comm
+from utils import connection
 
 
 def main(argv: list[str] | None = None) -> int | None:
@@ -41,4 +41,4 @@ def main(argv: list[str] | None = None) -> int | None:
 
 
 if __name__ == "__main__":
-    comm.run_ranks(main)
+    connection.run_ranks(main)

@@ -15,7 +15,7 @@ from training.run import Run
 from training.speed_options import apply_speed_options
 from training.start import start
 from training.step import TrainingStep
-from utils import comm
+from utils import connection
 
 
 def main(argv: list[str] | None = None) -> int | None:
@@ -41,4 +41,4 @@ def main(argv: list[str] | None = None) -> int | None:
 
 
 if __name__ == "__main__":
-    comm.run_ranks(main)
+    connection.run_ranks(main)

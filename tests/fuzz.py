@@ -236,7 +236,7 @@ def strange_command(chance, folder, data):
         ["plan.py", "compare", chance.choice(HOSTILE)],
         ["-m", "weather.year_files", chance.choice(HOSTILE), f"{folder}/stats"],
         ["-m", "tools.preflight", f"--expdir={folder}/logs", *hostile(["timeout", "train_data_path"])],
-        ["-m", "utils.comm", "--world_size=8", *hostile(["tensor_parallel", "domain_parallel", "dp_shard"])],
+        ["-m", "utils.layout", "--world_size=8", *hostile(["tensor_parallel", "domain_parallel", "dp_shard"])],
         ["-m", "weather.sample_data", f"{folder}/data", *hostile(["img_size", "days", "train_years", "seed"])],
     ]  # fmt: skip
     return [word.replace("\x00", "") for word in chance.choice(commands)]  # no system passes it on

@@ -12,7 +12,7 @@ from training import determinism, start, step
 from training.assembly import build_step, random_batch
 from training.determinism import make_repeatable, prepare_environment
 from training.loggers import FILE_NAME, read_metrics
-from utils import comm
+from utils import connection
 
 CPU = torch.device("cpu")
 
@@ -60,7 +60,7 @@ def test_the_workspace_of_cublas_is_there_before_the_device_is_used(tiny_options
         seen.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
         return CPU
 
-    monkeypatch.setattr(comm, "init", init)
+    monkeypatch.setattr(connection, "connect", init)
     start.start("train.py", tiny_options(), None)
     start.start("train.py", tiny_options(deterministic=True), None)
     assert seen == [None, ":4096:8"]

@@ -19,7 +19,7 @@ from tests.support.refusals import refusal
 from training import checkpoint, profiling, random_streams
 from training.profiling import build_profiler
 from training.tasks import build_task
-from utils import comm, device, launch
+from utils import comm, connection, device, launch
 from utils.batch_slots import Slot
 from utils.data_loader import BatchLoader
 from utils.errors import UsageError
@@ -34,7 +34,7 @@ def start_ranks(names):
 
     def check(rank):
         try:
-            comm.check_devices(store, Launch(rank, rank, len(names)), names[rank])
+            connection.check_devices(store, Launch(rank, rank, len(names)), names[rank])
         except UsageError as error:
             raised[rank] = str(error)
 
@@ -140,13 +140,14 @@ def test_ranks_ask_for_the_backend_of_their_devices_and_gloo_for_what_is_offload
     """The backends that are asked for; no GPU is there to use them."""
     device = torch.device(kind, 0)
     there = {"read_launch": Launch(0, 0, 2), "select_device": device, "backend_for": backend}
-    for name in ("physical_name", "check_devices", "open_store", "FailureListener", "_listener", "_patience"):
-        monkeypatch.setattr(comm, name, mock.Mock())
+    for name in ("physical_name", "check_devices", "open_store", "FailureListener", "_listener"):
+        monkeypatch.setattr(connection, name, mock.Mock())
+    monkeypatch.setattr(comm, "_patience", None)
     for name, value in there.items():
-        monkeypatch.setattr(comm, name, mock.Mock(return_value=value))
+        monkeypatch.setattr(connection, name, mock.Mock(return_value=value))
     monkeypatch.setattr(dist, "init_process_group", asked := mock.Mock())
-    comm.init(kind, 60, cpu_offload=True)
-    comm.init(kind, 60)
+    connection.connect(kind, 60, cpu_offload=True)
+    connection.connect(kind, 60)
     offloaded, plain = asked.call_args_list
     assert offloaded.args == (f"cpu:gloo,{kind}:{backend}",) and offloaded.kwargs["device_id"] is None
     assert plain.args == (backend,) and plain.kwargs["device_id"] == device

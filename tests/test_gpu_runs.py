@@ -13,7 +13,7 @@ from training import run, step
 from training.assembly import build_step, random_batch
 from training.run import Run
 from training.watchdog import Watchdog
-from utils import comm, rank_failure
+from utils import comm, connection, rank_failure
 
 CPU = torch.device("cpu")
 
@@ -36,8 +36,8 @@ def test_threads_that_leave_a_group_or_watch_a_run_begin_on_the_device_of_the_ra
     used = []
     monkeypatch.setattr(comm.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(comm.dist, "destroy_process_group", lambda: used.append(third_device()))
-    monkeypatch.setattr(comm, "_listener", None)
-    comm.shutdown()
+    monkeypatch.setattr(connection, "_listener", None)
+    connection.disconnect()
     monkeypatch.setattr(comm.dist, "is_initialized", lambda: False)
     watched = threading.Event()
     dog = Watchdog(60, tmp_path)

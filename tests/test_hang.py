@@ -12,17 +12,17 @@ import sys, torch
 from pathlib import Path
 from torch import distributed as dist
 from training.watchdog import Watchdog
-from utils import comm
+from utils import connection, comm
 
 def main():
-    comm.init("cpu", timeout=30)
+    connection.connect("cpu", timeout=30)
     calls = [lambda: dist.broadcast(torch.ones(6), 2), lambda: comm.all_reduce(torch.ones(2, 3))]
     with Watchdog(timeout=3, folder=Path(sys.argv[1])):
         for call in calls[::-1] if comm.rank() == 1 else calls:
             call()
         dist.barrier()
 
-comm.run_ranks(main)
+connection.run_ranks(main)
 """
 FAILING = """
 import sys, torch
@@ -31,14 +31,14 @@ from training.watchdog import Watchdog
 from utils import comm
 
 def main():
-    comm.init("cpu")
+    connection.connect("cpu")
     with Watchdog(timeout=600, folder=Path(sys.argv[1])):
         comm.all_reduce(torch.ones(3))
         if comm.rank() == 1:
             raise ValueError("no such luck")
         comm.all_reduce(torch.ones(5))
 
-comm.run_ranks(main)
+connection.run_ranks(main)
 """
 
 

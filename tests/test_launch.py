@@ -17,7 +17,7 @@ from tests.conftest import words_of
 from tests.support.launch import losses, rank_pids, summary, torchrun, wait_for
 from tests.support.programs import finish, run_ranks, start_ranks
 from tests.support.workers import free_port
-from utils import comm
+from utils import connection
 from utils.launch import Launch
 
 COMMON = {"num_iters": 150, "checkpoint_every": 20, "validate_every": 4, "num_data_workers": 1}
@@ -189,7 +189,7 @@ def test_ranks_end_with_the_torchrun_that_started_them(tiny_options, tmp_path):
 
 def test_the_store_of_one_machine_is_not_open_to_others():
     port = free_port()
-    store = comm.open_store(Launch(0, 0, 1, 1, "127.0.0.1", port), 10)
+    store = connection.open_store(Launch(0, 0, 1, 1, "127.0.0.1", port), 10)
     store.set("a", "1")
     listening = [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.laddr.port == port and not c.raddr]
     assert listening == ["127.0.0.1"]

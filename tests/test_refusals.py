@@ -27,7 +27,7 @@ from weather.statistics import read_statistics
 from weather.year_reader import open_year
 
 LONG = "a" * 5000
-LAYOUT = ["-m", "utils.comm"]
+LAYOUT = ["-m", "utils.layout"]
 TRAIN = ["train.py", "QUICK"]  # with the options of a tiny run
 SAMPLE = ["-m", "weather.sample_data", "OUT"]
 COMMANDS = {

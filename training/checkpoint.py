@@ -38,7 +38,7 @@ from training.checkpoint_files import (
 from training.model_state import collect_weights, restore_weights
 from training.muon import Muon
 from training.random_streams import RandomStreams, accelerator
-from utils import comm
+from utils import agreement, comm
 from utils.errors import UsageError, first_line
 from utils.files import sync_folder, whole_file
 from utils.sharded import is_dtensor
@@ -301,7 +301,7 @@ class CheckpointFolder:
         """
         self.wait()
         self._connect()
-        found = first_whole(comm.on_main(self.folders), verify_together)
+        found = first_whole(agreement.on_main(self.folders), verify_together)
         if found is None:
             return None
         import torch.distributed.checkpoint as dcp  # slow to import

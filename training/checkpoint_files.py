@@ -19,7 +19,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from utils import comm
+from utils import agreement, comm
 from utils.config import check_config
 from utils.errors import UsageError, first_line
 from utils.schema import Config
@@ -234,14 +234,14 @@ def verify_together(folder: Path) -> Marker:
         return marker
 
     # Rank 0 reads the marker; the sizes are cheap, and the hashes are shared out.
-    marker = comm.on_main(marker_of_files)
+    marker = agreement.on_main(marker_of_files)
     files = list(marker["files"].items())
     share = files[comm.rank() :: comm.world_size()]
     # Every rank raises the same error, the first one.
     for error in comm.gather(damage_of(folder, share)):
         if error is not None:
             raise error
-    comm.on_main(lambda: refuse_unlisted(folder, marker))
+    agreement.on_main(lambda: refuse_unlisted(folder, marker))
     return marker
 
 

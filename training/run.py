@@ -31,7 +31,7 @@ from training.tasks import Task
 from training.telemetry import Telemetry
 from training.trained_weights import check_start, find, load_weights_into
 from training.watchdog import Watchdog
-from utils import comm
+from utils import agreement, comm
 from utils.config import SHARDED
 from utils.data_loader import Batch, BatchLoader
 from utils.device import device_name, peak_memory_bytes, synchronize
@@ -202,7 +202,7 @@ class Run:
         # After its first step the model must still be one that a checkpoint can hold.
         if self.iteration == self.began:
             now = described(collect_weights(self.model))
-            comm.raise_on_all_ranks(partial(check_unchanged, self.described, now))
+            agreement.raise_on_all_ranks(partial(check_unchanged, self.described, now))
         self.iteration += 1
         self.bar.update()
         self._between_steps()
@@ -278,7 +278,7 @@ class Run:
             if not math.isfinite(loss):
                 # The loss may be NaN because the data are: then they are named.
                 samples = self.train_loader.order(self.config.seed).samples(iteration - 1)
-                comm.raise_on_all_ranks(partial(self.train_loader.check_finite, samples))
+                agreement.raise_on_all_ranks(partial(self.train_loader.check_finite, samples))
                 raise self._not_finite(iteration, "training", loss)
             self.epoch_loss += loss
             if iteration < self.iteration:
@@ -335,7 +335,7 @@ class Run:
         val_loss = self.result["val_loss"]
         if not math.isfinite(val_loss):
             loader = self.validator.loader
-            comm.raise_on_all_ranks(partial(loader.check_finite, range(loader.num_samples)))
+            agreement.raise_on_all_ranks(partial(loader.check_finite, range(loader.num_samples)))
             raise self._not_finite(self.iteration, "validation", val_loss)
         if self.best_val_loss is None or val_loss < self.best_val_loss:
             self.best_val_loss = val_loss
@@ -381,12 +381,12 @@ class Run:
     def _start_from(self, path: str) -> None:
         """Take the weights of a checkpoint, and nothing else of it, or those of another program's file."""
         if is_external(path):
-            found = comm.raise_on_all_ranks(lambda: match_weights(self.config))
+            found = agreement.raise_on_all_ranks(lambda: match_weights(self.config))
             load_external_weights(self.model, self.step.parallel.split, self.config, found)
             for line in found.misfits():
                 log.info("Initial weights: %s", line)
         else:
-            folder, _ = comm.on_main(lambda: find(path, "best"))
+            folder, _ = agreement.on_main(lambda: find(path, "best"))
             load_weights_into(self.step.parallel, folder)
             path = str(folder)
         if self.step.average:
@@ -397,7 +397,7 @@ class Run:
         tensors = self._tensors()
         self.described = described(tensors["model"])
         view = global_view(tensors, self.step.parallel.split)
-        comm.raise_on_all_ranks(partial(collect_extra, self.model))
+        agreement.raise_on_all_ranks(partial(collect_extra, self.model))
         # What cannot be saved ends the run now, and not after a day.
         self.checkpoints.rehearse(view)
         # Nothing is read where the run is new.

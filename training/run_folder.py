@@ -8,7 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from training.run_owner import FILE, RunOwner, owner_of, this_process
-from utils import comm
+from utils import agreement, comm
 from utils.config import check_config, differing_keys, read_named_config, write_config
 from utils.errors import UsageError
 from utils.files import read_json, whole_file
@@ -27,7 +27,7 @@ class RunFolder:
         runs = Path(config.expdir) / config.config
         # Rank 0 chooses the number for all.
         if config.run_num == "auto":
-            number = comm.on_main(lambda: next_run_num(runs))
+            number = agreement.on_main(lambda: next_run_num(runs))
             config = config.model_copy(update={"run_num": number})
         self.config = config
         self.path = runs / config.run_num
@@ -36,7 +36,7 @@ class RunFolder:
         self.summary_file = self.path / "summary.json"
         self._owner: RunOwner | None = None  # on rank 0
         # One rank opens the folder, and every rank raises what it raises.
-        comm.on_main(self._open)
+        agreement.on_main(self._open)
         if not comm.is_main():
             logging.getLogger().setLevel(logging.WARNING)
 
@@ -60,7 +60,7 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any] | None:
         """The summary of the finished run in this folder; None where there is none."""
-        return comm.on_main(lambda: read_json(self.summary_file) if self.summary_file.exists() else None)
+        return agreement.on_main(lambda: read_json(self.summary_file) if self.summary_file.exists() else None)
 
     def _compare_settings(self, earlier: Config) -> None:
         keys = differing_keys(earlier, self.config)

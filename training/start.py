@@ -7,7 +7,7 @@ import torch
 from training.determinism import prepare_environment
 from training.profiling import restart_under_nsys
 from training.tasks import Task, build_task
-from utils import comm
+from utils import comm, connection
 from utils.config import SCRIPTS, load_config
 from utils.launch import read_launch
 from utils.schema import Config
@@ -36,6 +36,6 @@ def start(
     if config.enable_cuda_graphs:  # NCCL's thread for errors would disturb a capture; Run has the watchdog end hangs
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     # From here on the ranks wait for one another.
-    device = comm.init(config.device, config.comm_timeout, config.cpu_offload)
+    device = connection.connect(config.device, config.comm_timeout, config.cpu_offload)
     comm.build_mesh(device, layout)
     return config, device, task

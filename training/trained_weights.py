@@ -9,7 +9,7 @@ from training.checkpoint import CheckpointFolder, first_whole
 from training.checkpoint_files import MARKER, CheckpointError, Marker, config_of, read_losses, read_marker, verify
 from training.external_weights import is_external, match_weights
 from training.model_state import collect_weights, restore_weights
-from utils import comm
+from utils import agreement
 from utils.config import differing_keys
 from utils.errors import UsageError, first_line
 from utils.schema import Config
@@ -60,12 +60,12 @@ def check_start(config: Config) -> None:
         return
     # A file of another program is matched by names and shapes.
     if is_external(path):
-        comm.raise_on_all_ranks(lambda: match_weights(config))
+        agreement.raise_on_all_ranks(lambda: match_weights(config))
         return
     if config.init_map or config.init_missing != "error":
         raise UsageError(f"{path}: init_map and init_missing are for files of other programs, not for runs of this one")
     # A run of this program must have had the same model.
-    checkpoint, marker = comm.on_main(lambda: find(path, "best"))
+    checkpoint, marker = agreement.on_main(lambda: find(path, "best"))
     check_origin(config, checkpoint, marker)
 
 

@@ -1,11 +1,15 @@
-"""How the ranks of a run are split over the dimensions of the mesh: arithmetic alone, no process group."""
+"""How the ranks of a run are split over the dimensions of the mesh: arithmetic alone, no process group.
+
+python -m utils.layout --world_size 8 --tensor_parallel 4 --parallel_order tp-dp     shows the groups as a table
+"""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from utils.errors import UsageError
+from utils.errors import ArgumentParser, UsageError, int_in_range, run_main
 
 DIMENSIONS = {
     "dp": "data parallel",
@@ -149,3 +153,31 @@ class Layout:
             text = " ".join(bracketed)
             lines.append(f"{name:12} {len(groups)} x {len(groups[0])}  {where:20} {text}")
         return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line; raises UsageError for a layout that is impossible."""
+    ranks = int_in_range(1, 2**16)
+    parser = ArgumentParser(description="Show the groups of a parallel layout.")
+    parser.add_argument("--world_size", type=ranks, required=True)
+    for name in ("tensor", "context", "pipeline"):
+        parser.add_argument(f"--{name}_parallel", type=ranks, default=1)
+    parser.add_argument("--domain_parallel", default="1", metavar="N|NxM", help="ranks along latitude x longitude")
+    parser.add_argument("--dp_shard", type=ranks, help="data-parallel ranks that share one copy of sharded parameters")
+    parser.add_argument("--parallel_order", default=ORDER, help="default: %(default)s")
+    parser.add_argument("--ranks_per_node", type=ranks, default=4, help="default: %(default)s")
+    o = parser.parse_args(argv)
+    layout = Layout(
+        o.world_size,
+        o.tensor_parallel,
+        o.context_parallel,
+        o.pipeline_parallel,
+        o.dp_shard,
+        o.parallel_order,
+        tile_counts(o.domain_parallel),
+    )
+    print(layout.table(o.ranks_per_node))
+
+
+if __name__ == "__main__":
+    run_main(main)

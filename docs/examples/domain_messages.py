@@ -12,7 +12,7 @@ from tools.instruments.tracker import Messages, by_phase
 from tools.planner.trace import observe_step
 from tools.tables import format_table
 from training.assembly import build_step, random_batch
-from utils import comm
+from utils import comm, connection
 from utils.config import SCRIPTS, load_config
 from utils.schema import Config
 
@@ -53,6 +53,6 @@ def in_words(messages: dict[str, tuple[float, float]]) -> str:
 
 
 if __name__ == "__main__":
-    comm.init("cpu")
+    connection.connect("cpu")
     main()
-    comm.shutdown()
+    connection.disconnect()

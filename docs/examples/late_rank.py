@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from training.watchdog import Watchdog
-from utils import comm
+from utils import comm, connection
 from utils.layout import Layout
 
 STEPS, LATE_AT, LATE_RANK = 5, 3, 1
@@ -25,7 +25,7 @@ def read_batch(step: int) -> torch.Tensor:
 
 def main() -> None:
     """Train a weight in data parallel, until nobody waits any longer."""
-    device = comm.init("cpu")
+    device = connection.connect("cpu")
     comm.build_mesh(device, Layout(comm.world_size()))
     weight = torch.zeros(8)
     with Watchdog(timeout=4, folder=Path(sys.argv[1])) as watchdog:
@@ -36,4 +36,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    comm.run_ranks(main)
+    connection.run_ranks(main)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import train
-from utils import comm
+from utils import comm, connection
 from utils.data_loader import Batch, DataLoader
 
 SLOW_RANK, SECONDS = 1, float(os.environ.get("LATE_SECONDS", "0.05"))
@@ -26,4 +26,4 @@ def late(loader: DataLoader, *args: Any) -> Iterator[Batch]:
 
 DataLoader._batches = late  # type: ignore
 if __name__ == "__main__":
-    comm.run_ranks(train.main)
+    connection.run_ranks(train.main)

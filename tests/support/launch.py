@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.support.programs import launch_variables
-from utils import comm
+from utils import comm, connection
 from utils.errors import run_main
 
 
@@ -92,7 +92,7 @@ def outcome(script, words):
     said, main = io.StringIO(), importlib.import_module(script).main
     with (
         unittest.mock.patch.dict(os.environ, launcher),
-        unittest.mock.patch.object(comm, "init", return_value=torch.device("cpu")),
+        unittest.mock.patch.object(connection, "connect", return_value=torch.device("cpu")),
         contextlib.redirect_stderr(said),
         pytest.raises(SystemExit) as end,
     ):

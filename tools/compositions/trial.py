@@ -23,7 +23,7 @@ from tools.planner.trace import observe_step
 from tools.planner.validate import counts
 from training.checkpoint import CheckpointFolder
 from training.step import TrainingStep
-from utils import comm
+from utils import agreement, comm
 from utils.errors import UsageError
 from utils.schema import count_forcings
 
@@ -87,7 +87,7 @@ def train(rank: Process, trial: Trial) -> Outcome:
     """Build a training, or refuse it; make its steps, and look at what is there at the end."""
     config = trial.case.config
     try:
-        step = comm.raise_on_all_ranks(lambda: build_wide_step(config, rank.device))
+        step = agreement.raise_on_all_ranks(lambda: build_wide_step(config, rank.device))
         step.task.check_model()
     except UsageError as refusal:
         return Outcome(refused=str(refusal))

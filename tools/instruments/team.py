@@ -12,7 +12,7 @@ import torch
 
 from tools.instruments.pool import OutOfMemory, Pool, Process, RankError, RanksFailed
 from training.determinism import prepare_environment
-from utils import comm
+from utils import comm, connection
 from utils.layout import Layout
 from utils.schema import Config
 
@@ -131,7 +131,7 @@ def _join(
         MASTER_PORT=str(port),
     )
     prepare_environment(config)
-    process.device = comm.init(config.device, config.comm_timeout)
+    process.device = connection.connect(config.device, config.comm_timeout)
     # Ranks that share the cores of a machine would otherwise wait for one another's threads.
     if process.device.type == "cpu" and not whole_machine:
         torch.set_num_threads(1)

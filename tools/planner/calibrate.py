@@ -22,7 +22,7 @@ from tools.planner.trace import Trace, observe_step
 from tools.tables import machine
 from training.timing import PHASES as STEP_PHASES
 from training.timing import PhaseTimes
-from utils import comm
+from utils import comm, connection
 from utils.config import read_mappings
 from utils.device import device_module, peak_memory_bytes
 from utils.errors import ArgumentParser, UsageError
@@ -291,7 +291,7 @@ def main(words: Sequence[str]) -> int:
 
     launch = read_launch()
     began = time.monotonic()
-    device = comm.init(options.device)
+    device = connection.connect(options.device)
     world = launch.world_size
     ranks = min(launch.ranks_per_node, world)  # of a node
     name = options.name or f"{device.type}-{ranks}"

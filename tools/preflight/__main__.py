@@ -21,7 +21,7 @@ except ImportError as error:
 
 from tools.preflight.checks import CHECKS, Results
 from tools.preflight.rendezvous import Absent, CheckResult, Rendezvous, limited, merge
-from utils.comm import run_ranks
+from utils.connection import run_ranks
 from utils.errors import FAILED_STATUS, ArgumentParser, UsageError, first_line, float_in_range
 from utils.launch import read_launch
 from utils.rank_failure import exit_at_once

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from utils.comm import open_store
+from utils.connection import open_store
 from utils.errors import first_line
 from utils.launch import Launch
 from utils.rank_failure import wait_until

@@ -13,7 +13,7 @@ from torch import Tensor
 from distributed.parallel_model import ParallelModel
 from distributed.usage import Usage
 from training.model import ModelInfo, inspect_model
-from utils import comm
+from utils import agreement
 from utils.data_loader import BatchLoader
 from utils.errors import UsageError
 from utils.schema import Config
@@ -97,12 +97,12 @@ class Task(ABC):
         Where one rank fails, sees other files, or finds what is no data, every rank raises a UsageError.
         """
         # A rank that fails alone would leave the others waiting.
-        loaders = comm.raise_on_all_ranks(lambda: self.build_loaders(device))
+        loaders = agreement.raise_on_all_ranks(lambda: self.build_loaders(device))
         listing: dict[str, Any] = {}
         for loader in loaders:
             listing |= loader.listing()
-        comm.check_alike(listing)
-        comm.raise_on_all_ranks(lambda: self.check_data(loaders))
+        agreement.check_alike(listing)
+        agreement.raise_on_all_ranks(lambda: self.check_data(loaders))
         return loaders
 
     def check_data(self, loaders: Sequence[BatchLoader]) -> None:
