@@ -33,8 +33,8 @@ from typing import Any
 import cog
 
 from tools.tables import format_table
-from utils.config import parse_yaml
 from utils.schema import keys_that_affect
+from utils.yaml_files import parse_yaml
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs/figures.json"  # {command: hash of its inputs when it was last run}

@@ -17,9 +17,9 @@ from tests.support.refusals import refusal
 from tests.test_slurm import cluster  # noqa: F401
 from tools.benchmarks import scaling
 from tools.benchmarks.scaling import array_jobs, build_runs, collect, summary_file
-from utils.config import yaml
 from utils.errors import STOPPED_STATUS
 from utils.files import write_json
+from utils.yaml_files import yaml
 
 ONE_AND_TWO = {"one": {"ranks": 1}, "ddp": {"ranks": 2}}
 TENSOR = {"ranks": 2, "tensor_parallel": 2}

@@ -7,10 +7,11 @@ import pytest
 from tests.support.refusals import refusal
 from training.optimizer import peak_learning_rate
 from training.tasks import build_task
-from utils.config import ROOT, SPLITS, Config, differing_keys, load_config, read_named_config, write_config, yaml
+from utils.config import SPLITS, Config, differing_keys, load_config, read_named_config, write_config
 from utils.elsewhere import ELSEWHERE
 from utils.errors import UsageError, run_main
 from utils.layout import Layout
+from utils.yaml_files import ROOT, yaml
 
 
 def test_base_is_the_reference_experiment():

@@ -8,7 +8,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from utils.config import yaml
+from utils.yaml_files import yaml
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()

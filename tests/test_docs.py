@@ -26,7 +26,8 @@ from tests import test_porting
 from tests.support import programs
 from tools.benchmarks import ladder, layouts, loaders, scaling
 from tools.preflight import __main__ as preflight
-from utils.config import SCRIPTS, load_config, parse_command_line
+from utils.command_line import parse_command_line
+from utils.config import SCRIPTS, load_config
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(

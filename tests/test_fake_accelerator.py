@@ -5,7 +5,8 @@ import re
 import pytest
 
 from tests.support import programs
-from utils.config import SCRIPTS, read_mappings
+from utils.config import SCRIPTS
+from utils.yaml_files import read_mappings
 
 ONE = [
     "", "--amp_mode=fp16 --enable_fused --clip_grad_norm=1", "--data_parallel=fsdp --cpu_offload --dropout=0.1",

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.programs import launch_variables
 from tests.support.workers import free_port
-from utils.config import ROOT
+from utils.yaml_files import ROOT
 
 PROGRAMS = ("train", "train_mp", "train_shard", "forecast", "plan", "benchmark")
 STATE = """

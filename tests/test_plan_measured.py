@@ -23,7 +23,8 @@ from tools.planner.hardware import gpu_of, load_gpu
 from tools.planner.plan import plan_layout
 from tools.planner.step_time import step_time
 from tools.planner.trace import Trace, trace_step
-from utils.config import ROOT, SCRIPTS, load_config
+from utils.config import SCRIPTS, load_config
+from utils.yaml_files import ROOT
 
 CPU = torch.device("cpu")
 # Sizes of tensors that are measured in seconds, where all of them take a minute.

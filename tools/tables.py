@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from utils.config import read_mappings
 from utils.device import device_module
+from utils.yaml_files import read_mappings
 
 MIB = 2**20
 GIB = 2**30

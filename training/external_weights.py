@@ -17,10 +17,10 @@ from distributed.split import Split
 from distributed.weight_shards import fill_weights
 from training.checkpoint_files import MARKER
 from training.model import build_model, initial_weights
-from utils.config import parse_yaml
 from utils.errors import UsageError, reported_as_usage_error
 from utils.files import read_text
 from utils.schema import Config
+from utils.yaml_files import parse_yaml
 
 NESTED = "state_dict", "model_state_dict", "model", "module"  # where training programs keep the weights in their files
 SHOWN = 6  # names of a list

@@ -5,9 +5,9 @@ import re
 import torch
 
 from training.model import inspect_model
-from utils.config import read_mappings
 from utils.device import device_name
 from utils.schema import Config
+from utils.yaml_files import read_mappings
 
 PASSES = 3  # forward, and twice as much backward
 # Forms of a GPU with other peaks than the one in config/hardware.yaml: cards of Hopper, and a slice of any GPU. A card

@@ -11,8 +11,7 @@ from distributed.collectives import as_group, at_least_float32, sum_over_ranks
 from distributed.context_parallel import l2_norms
 from distributed.shard.tensor import ShardTensor
 from training.metrics import latitude_weights
-from utils.config import nearest
-from utils.errors import UsageError
+from utils.errors import UsageError, nearest
 from utils.schema import Config
 from weather.channels import channel_key
 

@@ -33,8 +33,7 @@ from distributed.weight_shards import fill_weights
 from networks import MODELS
 from networks.vit import PerAxis
 from training.weight_roles import weight_roles
-from utils.config import nearest
-from utils.errors import UsageError, first_line
+from utils.errors import UsageError, first_line, nearest
 from utils.host_random import HostRandom
 from utils.schema import Config
 

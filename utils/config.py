@@ -4,26 +4,18 @@ The file is YAML 1.2 (so `5e-4` is a number); configs inherit from each other by
 is a key of the file and an option of the command line; an option wins.
 """
 
-import argparse
-import contextlib
-import difflib
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
-from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from utils.elsewhere import ELSEWHERE
-from utils.errors import ArgumentParser, UsageError, first_line, reported_as_usage_error
-from utils.files import read_text
-from utils.schema import ALIASES, MOST_STEPS, Affects, Config, keys_that_affect
-
-ROOT = Path(__file__).parents[1]
+from utils.command_line import parse_command_line
+from utils.errors import UsageError, nearest
+from utils.schema import MOST_STEPS, Affects, Config, keys_that_affect
+from utils.yaml_files import read_mappings, yaml
 
 
 class Script(NamedTuple):
@@ -76,15 +68,6 @@ STRATEGY_KEYS = {
     "gradient_compression": ("ddp",),
     "dp_shard": ("hsdp",),
 }
-NEAR = 0.75  # of difflib's similarity, from which on a name counts as misspelt
-
-
-def yaml() -> YAML:
-    """A reader and writer of YAML 1.2."""
-    loader = YAML(typ="safe", pure=True)  # pure Python: the C parser is YAML 1.1, where 5e-4 is a string
-    loader.default_flow_style = None
-    loader.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # declared as None
-    return loader
 
 
 def load_config(
@@ -131,47 +114,6 @@ def read_named_config(path: Path | str, name: str) -> dict[str, Any]:
     if name not in configs:
         raise UsageError(f"{path}: no config '{name}'{nearest(name, configs)}; it has {', '.join(map(str, configs))}")
     return configs[name]
-
-
-def read_mappings(
-    path: Path | str,
-    kind: str,
-) -> dict[str, dict[str, Any]]:
-    """All named mappings of a YAML file, unchecked. kind: what they are, for the message of the UsageError."""
-    text = read_text(_or_ours(path))
-    with reported_as_usage_error(ValueError, str(path)):
-        mappings = parse_yaml(text)
-    is_named = isinstance(mappings, dict)
-    # A file of YAML may hold anything.
-    if not is_named or not all(isinstance(mapping, dict) for mapping in mappings.values()):
-        raise UsageError(f"{path}: expected named {kind}, each a mapping of keys to values")
-    # YAML reads names such as 1 or null as other things than text.
-    for mapping in (mappings, *mappings.values()):
-        for name in mapping:
-            if not isinstance(name, str):
-                raise UsageError(f"{path}: {name!r} is not a name: put it in quotes")
-    return mappings
-
-
-def _or_ours(path: Path | str) -> Path | str:
-    """`path`, or this repository's file of that name, such as config/mp.yaml, where the working folder has none."""
-    with contextlib.suppress(OSError, ValueError):  # no name of a file; whoever opens it says so
-        if not Path(path).exists() and (ROOT / path).is_file():
-            return ROOT / path
-    return path
-
-
-def parse_yaml(text: str) -> Any:
-    """Parse YAML text. Raises ValueError, with the line, for text that is no YAML."""
-    try:
-        return yaml().load(text)
-    except MarkedYAMLError as error:
-        # The parser knows the line, counted from 0.
-        mark = error.problem_mark or error.context_mark
-        line = mark.line + 1 if mark else "?"
-        raise ValueError(f"line {line}: {error.problem}") from None
-    except (YAMLError, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
-        raise ValueError(f"cannot be read as YAML: {first_line(error)}") from None
 
 
 def check_config(
@@ -351,84 +293,3 @@ def _model_of_values(schema: type[BaseModel], name: str) -> type[BaseModel] | No
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
     return None
-
-
-def nearest(word: str, words: Iterable[str]) -> str:
-    """The words ` (did you mean '...'?)` with the one of `words` that is most like `word`; "" where none is near."""
-    known = [str(other) for other in words]
-    near = difflib.get_close_matches(str(word), known, n=1, cutoff=NEAR)
-    return f" (did you mean '{near[0]}'?)" if near else ""
-
-
-def option_words(key: str, value: Any) -> list[str]:
-    """The words of a command line that give a key this value: what parse_command_line reads back."""
-    # argparse has two options for a switch.
-    if isinstance(value, bool):
-        return [f"--{key}" if value else f"--no-{key}"]
-    if isinstance(value, list):
-        return [f"--{key}", *map(str, value)]
-    text = "null" if value is None else value
-    return [f"--{key}={text}"]
-
-
-def choices(key: str) -> tuple[str, ...]:
-    """The values that a key may have, where the schema lists them."""
-    return get_args(Config.model_fields[key].annotation)
-
-
-def _scalar(text: str) -> Any:
-    """A command-line word as YAML reads it: 16, 5e-4, true, null, text."""
-    try:
-        return parse_yaml(text)
-    except ValueError:
-        return text
-
-
-def parse_command_line(
-    argv: Sequence[str],
-    description: str | None,
-    yaml_config: str,
-) -> dict[str, Any]:
-    """{option: value} of the words of a command line, `yaml_config` and `config` always. Raises UsageError."""
-    parser = ArgumentParser(
-        description=description,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--yaml_config", default=yaml_config, metavar="FILE", help="default: %(default)s")
-    parser.add_argument("--config", default="base", metavar="NAME", help="named config in FILE, default: %(default)s")
-    for name, field in Config.model_fields.items():
-        if name == "config":
-            continue
-        # An option may have further spellings.
-        flags = [f"--{spelling}" for spelling in (name, *ALIASES.get(name, ()))]
-        how = _how_to_read(field)
-        parser.add_argument(*flags, dest=name, help=field.description, **how)
-    options, unknown = parser.parse_known_args(argv)
-    if unknown:
-        # The first unknown word is the one that is explained.
-        word = unknown[0].split("=")[0]
-        instead = ELSEWHERE.get(word.lstrip("-"))
-        if instead:
-            raise UsageError(f"command line: there is no '{word}' here: use {instead}")
-        near = nearest(word, [f"--{name}" for name in ("yaml_config", *Config.model_fields)])
-        raise UsageError(f"command line: unknown option '{word}'{near}")
-    return vars(options)
-
-
-def _how_to_read(field: FieldInfo) -> dict[str, Any]:
-    """The arguments of add_argument that follow from the type of a field of the schema."""
-    kinds = get_args(field.annotation) or (field.annotation,)
-    is_choice = isinstance(kinds[0], str)
-    is_text = str in kinds or any(isinstance(kind, str) for kind in kinds)
-    if field.annotation is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    if get_origin(field.annotation) is dict:
-        return {"type": _scalar, "metavar": "{KEY: VALUE}"}
-    if is_text:
-        return {"metavar": "|".join(kinds) if is_choice else "TEXT"}
-    if isinstance(field.annotation, type(list[int])):
-        may_be_empty = field.default == []
-        return {"type": _scalar, "nargs": "*" if may_be_empty else "+", "metavar": "X"}
-    return {"type": _scalar, "metavar": "X"}

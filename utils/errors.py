@@ -1,12 +1,13 @@
 """Errors as one clear line: what was wrong, where, and what to do; and the exit statuses."""
 
 import argparse
+import difflib
 import faulthandler
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
@@ -17,6 +18,8 @@ FAILED_STATUS = 1  # the run itself failed (the loss is no longer finite)
 STOPPED_STATUS = 75  # stopped by a signal after saving: the same command continues (EX_TEMPFAIL of sysexits.h)
 
 BROKEN_PIPE_STATUS = 141  # as a shell has it of a program that SIGPIPE ends
+
+NEAR = 0.75  # of difflib's similarity, from which on a name counts as misspelt
 
 
 class UsageError(Exception):
@@ -41,6 +44,13 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise it as a UsageError."""
         raise UsageError(f"{message} (see --help)")
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """The words ` (did you mean '...'?)` with the one of `words` that is most like `word`; "" where none is near."""
+    known = [str(other) for other in words]
+    near = difflib.get_close_matches(str(word), known, n=1, cutoff=NEAR)
+    return f" (did you mean '{near[0]}'?)" if near else ""
 
 
 def int_in_range(least: int, most: int) -> Callable[[str], int]:

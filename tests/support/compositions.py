@@ -15,7 +15,7 @@ from tools.compositions.choices import Choice
 from tools.compositions.composition import Base, Composition
 from tools.compositions.trial import try_out
 from tools.instruments.pool import Process
-from utils.config import parse_command_line
+from utils.command_line import parse_command_line
 
 CPU = torch.device("cpu")
 

@@ -24,7 +24,7 @@ from training.checkpoint import CheckpointFolder, collect_state, restore_state
 from training.model_state import collect_extra, later_names
 from training.tasks import build_task, task_of
 from utils import comm
-from utils.config import yaml
+from utils.yaml_files import yaml
 
 CPU = torch.device("cpu")
 COMPILATION_PATIENCE_SECONDS = 280  # every rank compiles for itself, on shared cores

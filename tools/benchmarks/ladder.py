@@ -31,11 +31,12 @@ from training.profiling import span
 from training.step import AMP_DTYPES
 from training.tasks import build_task
 from training.timing import PHASES, PhaseTimes
-from utils.config import load_config, read_mappings
+from utils.config import load_config
 from utils.device import device_module, empty_cache, peak_memory_bytes, select_device
 from utils.errors import UsageError, first_line
 from utils.files import write_json
 from utils.schema import Config
+from utils.yaml_files import read_mappings
 
 TRIED = "DALI", "fp8", "deterministic"  # steps that are not kept: later ones go on from the step before
 STEPS = "tools/benchmarks/ladder.yaml"

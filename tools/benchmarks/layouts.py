@@ -27,7 +27,8 @@ from tools.instruments.tracker import PASSES
 from tools.pictures import draw_bars, finish, panels, save
 from tools.planner.trace import HELD, STATES
 from tools.tables import GIB, MIB, format_tables, machine
-from utils.config import choices, load_config
+from utils.command_line import choices
+from utils.config import load_config
 from utils.errors import UsageError
 
 STRATEGIES = choices("data_parallel")

@@ -24,7 +24,8 @@ from tools.pictures import save_curves
 from tools.planner.layouts import script_of
 from tools.slurm import on_nodes
 from tools.tables import format_tables
-from utils.config import SCRIPTS, explain, option_words, read_named_config
+from utils.command_line import option_words
+from utils.config import SCRIPTS, explain, read_named_config
 from utils.errors import STOPPED_STATUS, UsageError, reported_as_usage_error
 from utils.files import read_json
 from utils.launch import read_launch

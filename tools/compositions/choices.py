@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from networks import MODELS
-from utils.config import option_words
+from utils.command_line import option_words
 from utils.schema import Config, keys_that_affect
 
 DP = "dp"  # a choice that is no key: how many ranks the other dimensions of the mesh leave

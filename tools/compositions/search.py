@@ -22,7 +22,7 @@ from tools.compositions.composition import Base, Composition, TooManyRanks, rank
 from tools.compositions.drawing import Draws
 from tools.compositions.judge import EQUAL, FINDING, HANG_SECONDS, NUMBERS, REFUSED, Judge, Verdict
 from tools.planner.layouts import SPLITS
-from utils.config import parse_command_line
+from utils.command_line import parse_command_line
 from utils.errors import INTERRUPTED_STATUS, ArgumentParser, UsageError, float_in_range, int_in_range
 from utils.files import write_json
 

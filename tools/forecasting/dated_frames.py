@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from training.tasks import forecast, task_of
-from utils.config import check_config, differing_keys, load_config, read_mappings, read_named_config
+from utils.config import check_config, differing_keys, load_config, read_named_config
 from utils.errors import UsageError
 from utils.schema import Config, keys_that_affect
+from utils.yaml_files import read_mappings
 from weather.data_record import Record, check_same_kind, check_unseen
 from weather.dataset import FieldDataset
 from weather.forcings import Forcings

@@ -17,8 +17,7 @@ from training.results import FORECASTS
 from training.step import autocast
 from training.tasks.forecast import rollout_of
 from utils import comm
-from utils.config import nearest
-from utils.errors import UsageError
+from utils.errors import UsageError, nearest
 from utils.sample_order import Order
 from utils.schema import Config
 from weather.grid import HOUR, Grid

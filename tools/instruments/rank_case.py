@@ -11,7 +11,8 @@ from tools.instruments.pool import Process
 from tools.instruments.team import Case, use_mesh
 from training.assembly import build_step, random_batch
 from utils import comm
-from utils.config import SCRIPTS, load_config, option_words
+from utils.command_line import option_words
+from utils.config import SCRIPTS, load_config
 from utils.device import synchronize
 from utils.schema import Config
 

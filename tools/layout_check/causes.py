@@ -25,8 +25,8 @@ from tools.layout_check.recording import (
     Record,
 )
 from utils import comm
-from utils.config import read_mappings
 from utils.schema import Config
+from utils.yaml_files import read_mappings
 
 GROUPS = ("tp", "cp", "domain", "dp", "image", "grad_reduce")  # in which ranks may hold parts of one sum
 SIZES = ("dp", "tp", "cp", "domain", "pp", "grad_reduce")  # by which a number may be wrong

@@ -23,11 +23,11 @@ from tools.tables import machine
 from training.timing import PHASES as STEP_PHASES
 from training.timing import PhaseTimes
 from utils import comm, connection
-from utils.config import read_mappings
 from utils.device import device_module, peak_memory_bytes
 from utils.errors import ArgumentParser, UsageError
 from utils.files import write_json
 from utils.launch import read_launch
+from utils.yaml_files import read_mappings
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 MESSAGES = tuple(2**power for power in (6, 12, 16, 18, 20, 22, 24))  # bytes of a tensor

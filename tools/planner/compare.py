@@ -13,8 +13,9 @@ from training.flops import is_gpu
 from training.loggers import FILE_NAME, read_metrics
 from training.run_folder import read_summary
 from training.timing import WARMUP_ITERATIONS
-from utils.config import check_config, read_mappings, read_named_config
+from utils.config import check_config, read_named_config
 from utils.errors import UsageError
+from utils.yaml_files import read_mappings
 
 ROWS = "tools/planner/compare.yaml"
 OFF = 0.15  # share by which a figure may differ without a reason

@@ -12,10 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 from tools.instruments.operation_speed import OF_HEADS
 from tools.instruments.tracker import ATTENTION, Operation
 from training.flops import is_gpu
-from utils.config import explain, nearest, read_mappings
-from utils.errors import UsageError
+from utils.config import explain
+from utils.errors import UsageError, nearest
 from utils.files import read_json
 from utils.schema import Text, key
+from utils.yaml_files import read_mappings
 
 HARDWARE = Path(__file__).parents[2] / "config" / "hardware.yaml"
 MEASURED = HARDWARE.with_name("measured")  # folder of the entries that `plan.py --calibrate` writes, NAME.json

@@ -15,20 +15,11 @@ from typing import Any
 from tools.planner.fake import fake_rank
 from training.assembly import split_as_configured
 from training.model import build_model
-from utils.config import (
-    ALIASES,
-    SCRIPTS,
-    SPLITS,
-    STRATEGY_KEYS,
-    check_config,
-    choices,
-    option_words,
-    parse_command_line,
-    read_named_config,
-)
+from utils.command_line import choices, option_words, parse_command_line
+from utils.config import SCRIPTS, SPLITS, STRATEGY_KEYS, check_config, read_named_config
 from utils.errors import UsageError
 from utils.layout import Layout, tile_counts
-from utils.schema import Config
+from utils.schema import ALIASES, Config
 
 CHECKPOINTING = ("none", "full")
 SCHEDULES = ("1f1b", "interleaved")  # gpipe holds more and is no faster

@@ -19,7 +19,8 @@ from tools.planner.layouts import arguments, candidates, script_of
 from tools.planner.plan import VERDICTS, Plan, plan_layout
 from tools.planner.textbook import textbook_traces
 from tools.slurm import on_nodes, submit
-from utils.config import SCRIPTS, SPLITS, check_config, load_config, parse_command_line, read_named_config
+from utils.command_line import parse_command_line
+from utils.config import SCRIPTS, SPLITS, check_config, load_config, read_named_config
 from utils.errors import UsageError
 from utils.schema import Config
 

@@ -22,8 +22,8 @@ from tools.planner.plan_text import layout_words
 from tools.planner.search import Request, best_layouts
 from tools.planner.trace import HELD, Trace, observe_step, trace_step
 from tools.tables import MIB, format_tables
-from utils.config import read_mappings
 from utils.errors import run_main
+from utils.yaml_files import read_mappings
 
 RANKS = 2
 SMALL = ("--depth=4", "--device=cpu", "--local_batch_size=4")

@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 from tools.instruments import collective_speed
 from tools.preflight.rendezvous import CheckResult, Rendezvous
-from utils.config import ROOT, read_mappings
 from utils.device import backend_for, built_for, device_module, driver, physical_name, select_device
 from utils.errors import first_line
 from utils.files import whole_file
 from utils.launch import interface_addresses, name_gloo_interface
 from utils.rank_failure import wait_until
+from utils.yaml_files import ROOT, read_mappings
 from weather.remote_store import is_address
 
 CLOCKS_APART = 2.0  # seconds

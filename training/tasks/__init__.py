@@ -4,8 +4,7 @@ import importlib
 import pkgutil
 
 from training.tasks.task import Task
-from utils.config import nearest
-from utils.errors import UsageError
+from utils.errors import UsageError, nearest
 from utils.schema import Config
 
 COMMON = ("task", "waves")  # modules that tasks share

@@ -1,0 +1,86 @@
+"""Words of a command line: every field of Config is an option, and a value is read as the YAML file would read it."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from utils.elsewhere import ELSEWHERE
+from utils.errors import ArgumentParser, UsageError, nearest
+from utils.schema import ALIASES, Config
+from utils.yaml_files import parse_yaml
+
+
+def parse_command_line(
+    argv: Sequence[str],
+    description: str | None,
+    yaml_config: str,
+) -> dict[str, Any]:
+    """{option: value} of the words of a command line, `yaml_config` and `config` always. Raises UsageError."""
+    parser = ArgumentParser(
+        description=description,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--yaml_config", default=yaml_config, metavar="FILE", help="default: %(default)s")
+    parser.add_argument("--config", default="base", metavar="NAME", help="named config in FILE, default: %(default)s")
+    for name, field in Config.model_fields.items():
+        if name == "config":
+            continue
+        # An option may have further spellings.
+        flags = [f"--{spelling}" for spelling in (name, *ALIASES.get(name, ()))]
+        how = _how_to_read(field)
+        parser.add_argument(*flags, dest=name, help=field.description, **how)
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        # The first unknown word is the one that is explained.
+        word = unknown[0].split("=")[0]
+        instead = ELSEWHERE.get(word.lstrip("-"))
+        if instead:
+            raise UsageError(f"command line: there is no '{word}' here: use {instead}")
+        near = nearest(word, [f"--{name}" for name in ("yaml_config", *Config.model_fields)])
+        raise UsageError(f"command line: unknown option '{word}'{near}")
+    return vars(options)
+
+
+def option_words(key: str, value: Any) -> list[str]:
+    """The words of a command line that give a key this value: what parse_command_line reads back."""
+    # argparse has two options for a switch.
+    if isinstance(value, bool):
+        return [f"--{key}" if value else f"--no-{key}"]
+    if isinstance(value, list):
+        return [f"--{key}", *map(str, value)]
+    text = "null" if value is None else value
+    return [f"--{key}={text}"]
+
+
+def choices(key: str) -> tuple[str, ...]:
+    """The values that a key may have, where the schema lists them."""
+    return get_args(Config.model_fields[key].annotation)
+
+
+def _how_to_read(field: FieldInfo) -> dict[str, Any]:
+    """The arguments of add_argument that follow from the type of a field of the schema."""
+    kinds = get_args(field.annotation) or (field.annotation,)
+    is_choice = isinstance(kinds[0], str)
+    is_text = str in kinds or any(isinstance(kind, str) for kind in kinds)
+    if field.annotation is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if get_origin(field.annotation) is dict:
+        return {"type": _scalar, "metavar": "{KEY: VALUE}"}
+    if is_text:
+        return {"metavar": "|".join(kinds) if is_choice else "TEXT"}
+    if isinstance(field.annotation, type(list[int])):
+        may_be_empty = field.default == []
+        return {"type": _scalar, "nargs": "*" if may_be_empty else "+", "metavar": "X"}
+    return {"type": _scalar, "metavar": "X"}
+
+
+def _scalar(text: str) -> Any:
+    """A command-line word as YAML reads it: 16, 5e-4, true, null, text."""
+    try:
+        return parse_yaml(text)
+    except ValueError:
+        return text
