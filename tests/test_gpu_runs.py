@@ -9,7 +9,7 @@ import torch
 
 from distributed.usage import Usage
 from tests.test_gpu_paths import Told
-from training import run, step
+from training import run_notes, step
 from training.assembly import build_step, random_batch
 from training.run import Run
 from training.watchdog import Watchdog
@@ -102,8 +102,8 @@ def test_a_limit_of_steps_ends_with_the_block(tmp_path):
 def test_a_run_says_where_the_host_waits_in_each_step(tiny_config, monkeypatch, strategy, mode, kind, told):
     settings = tiny_config(data_parallel=strategy, amp_mode=mode)
     parts = SimpleNamespace(notes=(), facts=SimpleNamespace(usage=Usage()))
-    own = SimpleNamespace(config=settings, device=torch.device(kind), step=SimpleNamespace(task=parts, parallel=parts))
+    step_parts = SimpleNamespace(device=torch.device(kind), task=parts, parallel=parts)
     lines = []
-    monkeypatch.setattr(run.log, "info", lambda line, *_: lines.append(line))
-    Run._log_notes(own)
+    monkeypatch.setattr(run_notes.log, "info", lambda line, *_: lines.append(line))
+    run_notes.log_notes(settings, step_parts)
     assert any("the host waits for the device once a step" in line for line in lines) == told

@@ -12,27 +12,25 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from torch import nn
 from tqdm import tqdm
 
 from distributed.weight_shards import global_view, take_parts
-from training.attention_kernel import attention_notes
-from training.checkpoint import CheckpointFolder, State, collect_state, restore_state
+from training.checkpoint import CheckpointFolder, restore_state
 from training.cuda_graphs import DDP_WARMUP_STEPS
-from training.external_weights import is_external, load_external_weights, match_weights
 from training.iteration import Iteration
 from training.loggers import KINDS, Loggers, MetricsFile, TensorBoard, check_tracker
-from training.model_state import check_unchanged, collect_extra, collect_weights, described, later_names
+from training.model_state import check_unchanged, collect_extra, collect_weights, described
 from training.profiling import build_profiler, span
 from training.results import print_result, rmse_charts, write_validation
 from training.run_folder import RunFolder
+from training.run_notes import describe_devices, log_memory, log_notes
+from training.run_state import collect_named_state, collect_tensors, start_from
 from training.step import StepOutput, TrainingStep
 from training.tasks import Task
 from training.telemetry import Telemetry
-from training.trained_weights import check_start, find, load_weights_into
+from training.trained_weights import check_start
 from training.watchdog import Watchdog
 from utils import agreement, comm
-from utils.config import SHARDED
 from utils.data_loader import Batch, BatchLoader
 from utils.device import device_name, peak_memory_bytes, synchronize
 from utils.errors import STOPPED_STATUS, ConnectionLostError, NonFiniteLossError, reported_as_usage_error
@@ -114,7 +112,7 @@ class Run:
             self.profiler = build_profiler(self.config, self.device, self.folder.path / "profile")
             if self.profiler:
                 self.profiler.check(self.config.num_iters - self.iteration)
-            self._log_memory()
+            log_memory(self.step)
             self._open_loggers(opened)
             opened.enter_context(self.telemetry.times.listening())
             hidden = None if comm.is_main() else True  # None: silent in a batch log, shown on a terminal
@@ -353,9 +351,9 @@ class Run:
         state["data"] = self.step.task.data_record()
         self.step.parallel.share_buffers()
         # The tensors of this rank, by name.
-        own = self._tensors()
+        own = collect_tensors(self.step)
         check_unchanged(self.described, described(own["model"]))
-        state |= self._named_state()
+        state |= collect_named_state(self.model)
         # A checkpoint describes the whole tensors, whatever the layout.
         tensors = global_view(own, self.step.parallel.split)
         # The last checkpoint must be whole before the process ends.
@@ -365,48 +363,25 @@ class Run:
         self.saved = self.iteration
         log.info("  Checkpoint %s held training up for %.3f s", folder.name, self.checkpoints.stall_seconds)
 
-    def _tensors(self) -> State:
-        average = {"ema": self.step.average.weights} if self.step.average else {}
-        return collect_state(self.model, self.optimizer, self.step.streams) | average
-
-    def _named_state(self) -> dict[str, Any]:
-        """Extra states and further names of weights, of all ranks: each stage of a pipeline has its own."""
-        found: dict[str, Any] = {"extra": {}, "tied": {}}
-        own = collect_extra(self.model), later_names(self.model)
-        for extra, tied in reversed(comm.gather(own)):
-            found["extra"] |= extra
-            found["tied"] |= tied
-        return found
-
-    def _start_from(self, path: str) -> None:
-        """Take the weights of a checkpoint, and nothing else of it, or those of another program's file."""
-        if is_external(path):
-            found = agreement.raise_on_all_ranks(lambda: match_weights(self.config))
-            load_external_weights(self.model, self.step.parallel.split, self.config, found)
-            for line in found.misfits():
-                log.info("Initial weights: %s", line)
-        else:
-            folder, _ = agreement.on_main(lambda: find(path, "best"))
-            load_weights_into(self.step.parallel, folder)
-            path = str(folder)
-        if self.step.average:
-            self.step.average.restart()
-        log.info("Initial weights are those of %s", path)
-
     def _resume(self) -> None:
-        tensors = self._tensors()
+        tensors = collect_tensors(self.step)
         self.described = described(tensors["model"])
         view = global_view(tensors, self.step.parallel.split)
         agreement.raise_on_all_ranks(partial(collect_extra, self.model))
         # What cannot be saved ends the run now, and not after a day.
         self.checkpoints.rehearse(view)
+        devices = describe_devices(self.config, self.device)
         # Nothing is read where the run is new.
         marker = self.checkpoints.load_newest(view)
         if marker is None:
             if self.config.init_from:
-                self._start_from(self.config.init_from)
-            self._log_notes()
-            log.info("Starting training of %d iterations on %s", self.config.num_iters, self._where())
+                start_from(self.config.init_from, self.config, self.step)
+            log_notes(self.config, self.step)
+            log.info(
+                "Starting training of %d iterations on %s",
+                self.config.num_iters,
+                devices,
+            )
             return
         take_parts(tensors, view, self.step.parallel.split)
         state = marker["trainer"]
@@ -419,46 +394,13 @@ class Run:
             setattr(self, name, state.get(name, getattr(self, name)))  # an older checkpoint lacks the newest
         # The scale of losses goes on as well.
         self.step.scaler.load_state_dict(state["scaler"])
-        self._log_notes()
-        log.info("Resuming at iteration %d of %d on %s", self.iteration, self.config.num_iters, self._where())
-
-    def _log_notes(self) -> None:
-        kernels = attention_notes(self.config, self.device, self.step.task.facts.usage)
-        for note in (*self.step.task.notes, *self.step.parallel.notes, *kernels):
-            log.info(note)
-        reads_each_step = self.config.data_parallel == "zero1" and self.config.amp_mode == "fp16"
-        if reads_each_step and self.device.type != "cpu":
-            log.info(
-                "data_parallel zero1 with amp_mode fp16: the host waits for the device once a step, to see whether it "
-                "overflowed, since the optimizer of zero1 does not skip by itself; bf16 needs no such look"
-            )
-        if self.config.amp_mode == "fp16" and comm.get_size("grad_reduce") > 1:
-            log.info(
-                "amp_mode fp16: each rank sums its part of a gradient, so a step may overflow, and be skipped, that "
-                "does not on one device, or the reverse"
-            )
-
-    def _log_memory(self) -> None:
-        """Log the memory before anything is computed (the scaffolding of a run), and after the first forward pass."""
-        high = partial(peak_memory_bytes, self.device)
-        log.info("Memory high watermark of model and optimizer (scaffolding): %.3f GiB", high() / 2**30)
-
-        def once(*_: Any) -> None:
-            hook.remove()
-            log.info("Memory high watermark after the first forward pass: %.3f GiB", high() / 2**30)
-
-        # A stage of a pipeline is called in place of the model.
-        called: nn.Module = next(iter(self.step.parallel.split.stages), self.model)
-        hook = called.register_forward_hook(once)
-
-    def _where(self) -> str:
-        """The devices, and how the model is split over them."""
-        layout = self.config.layout(comm.world_size())
-        split = layout.describe("tp", "cp", "domain", "pp", "dp")
-        is_sharded = self.config.data_parallel in SHARDED and comm.get_size("grad_reduce") > 1
-        if layout.dp > 1 or is_sharded:
-            split += f" ({self.config.data_parallel})"
-        return f"{comm.world_size()} x {self.device.type}: {split}" if split else str(self.device)
+        log_notes(self.config, self.step)
+        log.info(
+            "Resuming at iteration %d of %d on %s",
+            self.iteration,
+            self.config.num_iters,
+            devices,
+        )
 
     def _summarize(self) -> dict[str, Any]:
         return {
