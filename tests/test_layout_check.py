@@ -67,6 +67,12 @@ def test_a_planted_fault_is_named(ranks, tiny_config, one_device, fault):
     assert re.search(name, result.name) and re.search(cause, result.cause), result
 
 
+def test_the_help_of_the_check_names_its_other_kind(capsys):
+    with pytest.raises(SystemExit):
+        check.main(["--help"])
+    assert "plan.py check --all --help" in capsys.readouterr().out
+
+
 def test_there_are_sixty_faults():
     assert len(ALL_FAULTS) >= 60 and not FAULTS.keys() & MORE_FAULTS.keys()
 

@@ -250,7 +250,12 @@ def cases_of(words: Sequence[str], layouts: Sequence[str]) -> list[Case]:
 
 def main(argv: Sequence[str]) -> int:
     """Command line of `plan.py check`; returns the exit status: 0 where all layouts are equal, 1 where one is not."""
-    parser = ArgumentParser(prog="plan.py check", description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = ArgumentParser(
+        prog="plan.py check",
+        description=__doc__.partition("\n")[0],
+        epilog="With --all, compositions of all options in place of layouts: plan.py check --all --help.",
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "--layouts", nargs="+", default=LAYOUTS, metavar="LAYOUT", help="tp2xdp2, domain2x2, ... (%(default)s)"
     )
