@@ -13,6 +13,7 @@ from tests.support.layout_parity import compare_in_double, ranks_and_options, re
 from tests.support.refusals import refusal
 from tests.support.step_faults import MORE_FAULTS
 from tools.instruments.rank_case import words_of_name
+from tools.layout_check import check
 from tools.layout_check.differences import TOLERANCES, largest_of_stage, scale_of
 from tools.layout_check.recording import GRADIENT
 from tools.planner.validate import build_cases
