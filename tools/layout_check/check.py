@@ -141,8 +141,7 @@ def compare(
     """On every rank of a layout: where it first differs from one device. file: of record_serially."""
     training = in_dtype(rank, case, dtype, read_data, state_folder(file, case))
     tolerance = TOLERANCES[dtype]
-    # Mapped into memory, the file has one copy for all ranks.
-    serial = torch.load(file, mmap=True, weights_only=True)
+    serial = torch.load(file, mmap=True, weights_only=True)  # one copy in memory for all ranks
     wholes: dict[Key, Tensor] = serial["parts"]
     errors, wanted = errors_of(training.found, wholes, case.config.gradient_accumulation)
     seen = comm.gather(errors)
@@ -156,7 +155,6 @@ def compare(
     in_stages = [key for key in wholes if key[0] in STAGES]
     ordered = sorted(in_stages, key=lambda key: STAGES.index(key[0]))  # stable: in a stage as it was recorded
     errors_in_stages = [error for of_rank in seen for key, error in of_rank.items() if key[0] in STAGES]
-    # The table shows the largest difference of any stage, not only of the first stage that differs.
     largest = max(errors_in_stages, default=0.0)
     compared = set().union(*seen)
     result = Result(case.name, largest, skipped=not_compared(ordered, compared), unsaved=training.unsaved)
