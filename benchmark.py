@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     """Measure what the words of a command line ask for; returns the exit status, None for 0."""
     command_line = sys.argv[1:] if argv is None else argv
     options, words = build_parser().parse_known_args(command_line)
+    # Each process of torchrun would start ranks of its own. A rank of a study's job (--only) is already one.
     if read_launch().world_size > 1 and vars(options).get("only") is None:
         raise UsageError("benchmark.py starts its ranks itself: start it with plain python, in one process")
 
@@ -35,11 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     run = given.pop("run")
     write_png = given.pop("write_png")
     png = given.pop("png", None)
-    memory_png = given.pop("memory_png", None)
+    memory_png = given.pop("memory_png", None)  # of layouts alone
     if memory_png and given["inference"]:
         raise UsageError("--memory_png goes without --inference: it draws a training step")
     writes_json = given.pop("writes_json")
     path = given["json"] if writes_json else given.pop("json")
+    # Measuring takes long, so its figures are written before any picture of them.
     figures = run(words, **given)
     if path:
         write_json(path, figures)
@@ -47,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
         write_png(png, figures)
     if memory_png:
         layouts.write_memory_picture(memory_png, figures)
+    # A study goes on after a failed run, and names it in its figures.
     return FAILED_STATUS if figures.get("failed") else None
 
 
@@ -58,9 +61,11 @@ def build_parser() -> ArgumentParser:
     def command(name: str, module: Any, text: str, rounds: bool = True) -> Any:
         """Add a command that measures; returns what adds its own options."""
         added = commands.add_parser(name, help=text, allow_abbrev=False)
+        # A command has the options that its module can serve.
         write_png = getattr(module, "write_picture", None)
         takes_file = "json" in signature(module.run).parameters  # it writes figures as they come
         added.set_defaults(run=module.run, write_png=write_png, writes_json=takes_file)
+        # Cases take turns, so that what else the machine does falls on all of them.
         if rounds:
             added.add_argument("--rounds", type=MANY, default=3, help="turns of each case; medians count (%(default)s)")
         added.add_argument("--json", metavar="FILE", help="write the figures as JSON")
@@ -82,6 +87,7 @@ def build_parser() -> ArgumentParser:
     option("--batches", type=MANY, default=12, help="timed batches of each turn (%(default)s)")
 
     option = command("layouts", layouts, "layouts of rungs 2 to 4: speed, memory, messages")
+    # The first word chooses what is compared; --layouts and --sizes replace its lists.
     option("preset", choices=layouts.PRESETS, help="strategies (dp), split models (mp), shared images (domain)")
     text = "instead of the preset's, each with config keys of its own: fsdp,wrap_policy=none tp2xdp2 domain2x2"
     option("--layouts", nargs="+", default=[], metavar="NAME[,KEY=VALUE...]", help=text)

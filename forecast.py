@@ -24,6 +24,7 @@ from utils.config import SCRIPTS
 from utils.errors import ArgumentParser, int_in_range
 from utils.launch import read_launch
 
+# A split of the data is named by a key of the config: {--split: key}.
 DATA = {"test": "inf_data_path", "valid": "valid_data_path", "train": "train_data_path"}
 
 
@@ -32,6 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     given = sys.argv[1:] if argv is None else argv
     options, words = parse(given)
     launch = read_launch()
+    # A forecast is split as train_shard.py splits a model, whatever split the run.
     splits = SCRIPTS["train_shard.py"].splits
     config = run_config(options.run_folder, words, launch.world_size, splits)
     layout = config.layout(launch.world_size, launch.ranks_per_node)
@@ -42,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     data = getattr(config, DATA[options.split])
     frames = agreement.raise_on_all_ranks(lambda: DatedFrames(data, config, device))
     leads = agreement.raise_on_all_ranks(lambda: lead_times(config, frames.interval, options.lead_hours))
-    wanted = options.dates or options.starts
+    wanted = options.dates or options.starts  # dates, or how many of them to choose
     starts = agreement.raise_on_all_ranks(lambda: choose_starts(frames, leads, wanted))
     others = agreement.on_main(lambda: {run: read_skill(run, starts, leads) for run in options.compare})
     names = frames.dataset.description.names[: config.n_out_channels]
@@ -54,6 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     record = marker["trainer"].get("data", {})
     is_training_data = options.split == "train"
     notes = agreement.raise_on_all_ranks(lambda: frames.check(record, checkpoint, is_training_data))
+    # Weights come from the checkpoint alone, so no initial ones are filled in.
     parallel = build_parallel(config, device, weights=())
     agreement.raise_on_all_ranks(lambda: load_weights_into(parallel, checkpoint))
 
@@ -67,6 +70,7 @@ def main(argv: list[str] | None = None) -> None:
     files = None if options.skill_only else out
     result = roll_out(parallel, frames, starts, leads, config, channel, files, about, options.layout)
     if comm.is_main():
+        # All ranks share the forecasts, and rank 0 tells of them.
         seconds = time.perf_counter() - began
         print(f"{len(starts)} forecasts of {leads[-1]} hours in {seconds:.1f} s, from {checkpoint}")
         write_report(result, out, about, not options.skill_only, others)

@@ -33,6 +33,7 @@ from utils.errors import ArgumentParser, UsageError, int_in_range
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv`, by default that of the process; returns the exit status."""
     words = sys.argv[1:] if argv is None else argv
+    # The first word may be a command. Each imports what it alone needs, so that a plan appears at once.
     if words[:1] == ["compare"]:
         return print_comparison(words[1:])
     if words[:1] == ["check"] and "--all" in words:
@@ -44,12 +45,15 @@ def main(argv: list[str] | None = None) -> int:
 
         return check.main(words[1:])
 
+    # Without a command it is a plan. Words that are no options of this program are keys of the config.
     options, words = read_options(words)
+    # These two plan nothing for the user: one checks the planner, the other measures the machine.
     if options.verify:
         from tools.planner.validate import build_cases, verify
 
         return 1 if verify(build_cases()) else 0
     if options.calibrate:
+        # What is measured becomes a GPU that --gpu can name.
         from tools.planner import calibrate
 
         return calibrate.main(words)
@@ -74,6 +78,7 @@ def read_options(words: list[str]) -> tuple[Namespace, list[str]]:
     option("--json", action="store_true", help="print the plans as JSON")
     option("--png", metavar="FILE", help="write a picture")
     option("--verify", action="store_true", help="run small layouts for real and compare them with plans")
+    # Both options below act on one layout of the list.
     option("--choose", type=int_in_range(1, 10**6), metavar="N", help="of the layouts, the one of this number")
     option("--submit", nargs="?", const="", metavar="WORDS", help="queue it; WORDS: options of sbatch")
     return parser.parse_known_args(words)
@@ -81,6 +86,7 @@ def read_options(words: list[str]) -> tuple[Namespace, list[str]]:
 
 def print_plans(request: Request, counts: list[int], options: Namespace) -> int:
     """Print one plan, the best of a search, or a curve over numbers of GPUs; draw and submit what is asked for."""
+    # Some options exclude one another, which is said before anything is computed.
     is_curve = len(counts) > 1
     submits = options.submit is not None
     if options.inference and (is_curve or options.top or submits):
@@ -90,17 +96,20 @@ def print_plans(request: Request, counts: list[int], options: Namespace) -> int:
     if is_curve and (options.choose or submits):
         raise UsageError("--choose and --submit take a layout of one number of --gpus")
 
+    # --top asks for a search even where the words name a key of the layout.
     names_a_layout = options.top is None and not request.named.isdisjoint(LAYOUT_OPTIONS)
+    # Each kind of result has a text of its own, made from the same arguments.
     describe: Callable[..., str]
     if is_curve:
         plans = scaling(request, counts)
         describe = report.scaling_text
-    elif names_a_layout or counts == [1] or options.inference:
+    elif names_a_layout or counts == [1] or options.inference:  # one GPU has nothing to split
         plans = [request.plan(counts[0])]
         describe = report.plan_text
     else:
         plans = best_layouts(request, counts[0], options.top or 10)
         describe = report.search_text
+    # One layout is chosen by its number in the list, the best unless told.
     if options.choose or submits:
         number = options.choose or 1
         if number > len(plans):
@@ -115,6 +124,7 @@ def print_plans(request: Request, counts: list[int], options: Namespace) -> int:
     if options.png:
         from tools.planner.plan_pictures import layouts_picture, scaling_picture
 
+        # A curve has a point for each number of GPUs, all others a bar for each layout.
         draw = scaling_picture if is_curve else layouts_picture
         draw(plans, options.png)
     if submits:
@@ -134,6 +144,7 @@ def print_comparison(words: list[str]) -> int:
 
 def print_grid(words: list[str], gpu: Gpu, counts: list[int], options: Namespace) -> int:
     """Print the tables of --grid, or its plans as JSON; returns the exit status."""
+    # A table of many plans has no best one to list, draw or queue.
     if options.top or options.png or options.choose or options.submit is not None:
         raise UsageError("--grid goes without --top, --png, --choose and --submit: it prints tables, or --json")
     axis = grid.parse_axis(options.grid)

@@ -22,13 +22,14 @@ ROOT = Path(__file__).parents[1]
 GPUS = ("a100-40gb", "h100")
 COUNTS = (1, 2, 4, 8, 16, 32, 128, 1024)
 MOST_APART = 32  # GPUs that split a model or an image between them; more are slow, and would be most of the page
+# Each choice of the page: {its words: options of the config}.
 MODELS = {
     "small: 12 blocks of 384 features": "--embed_dim=384 --num_heads=8",
     "medium: 12 blocks of 1024 features": "--embed_dim=1024 --num_heads=8",
     "large: 24 blocks of 2048 features": "--embed_dim=2048 --num_heads=16 --depth=24",
 }
 IMAGES = {
-    "360 x 720 points, 4,050 tokens": "",
+    "360 x 720 points, 4,050 tokens": "",  # that of config mp
     "720 x 1440 points, 16,200 tokens": "--img_size 720 1440",
 }
 BATCHES = {
@@ -37,6 +38,7 @@ BATCHES = {
 }
 ACCUMULATED = 4  # micro-batches of a layout without a pipeline, beside one
 BASE = "--yaml_config=config/mp.yaml --config=mp"
+# The page has no choice for these options.
 FIXED = "--no-sequence_parallel --cp_method=gather --domain_method=gather --pp_schedule=1f1b"
 MIB = 2**20
 
@@ -62,6 +64,7 @@ def row(plan: Plan, sent: dict[str, int]) -> list[Any]:
     layout = plan.layout
     config = plan.config
     return [
+        # explorer.js names these values in its FIELDS, in the same order.
         layout.world_size,
         layout.tp,
         layout.cp,
@@ -88,6 +91,7 @@ def layouts(
     for n in counts:
         plans, *_ = formula_plans(request, n)
         for plan in plans:
+            # The ranks that are not data parallel share a model and an image.
             if n > MOST_APART * plan.layout.dp:
                 continue
             for each in (plan, *accumulated(plan)):
@@ -99,6 +103,7 @@ def accumulated(plan: Plan) -> list[Plan]:
     """The plan of the same layout that splits its batch into micro-batches, where it can and does not yet."""
     config, layout = plan.config, plan.layout
     samples = config.global_batch_size // layout.dp
+    # A pipeline has micro-batches of its own.
     if layout.pp > 1 or samples % ACCUMULATED:
         return []
     config = config.model_copy(update={"gradient_accumulation": ACCUMULATED})
@@ -123,7 +128,7 @@ def data(counts: Sequence[int] = COUNTS) -> dict[str, Any]:
         "counts": counts,
         "kinds": CATEGORIES,
         "base": BASE,
-        "messages": [json.loads(message) for message in sent],
+        "messages": [json.loads(message) for message in sent],  # by number, since a dict keeps its order
         "rows": rows,
     }
 
@@ -131,6 +136,7 @@ def data(counts: Sequence[int] = COUNTS) -> dict[str, Any]:
 def script() -> str:
     """The data as a script, which a page takes from a file too. EXPLORER_GPUS: the most GPUs (1024)."""
     most = int(os.environ.get("EXPLORER_GPUS", COUNTS[-1]))
+    # Plans follow from these files, so a change in any of them makes the data anew.
     sources = [
         Path(__file__),
         ROOT / "config/hardware.yaml",
@@ -143,6 +149,7 @@ def script() -> str:
     digest = hashlib.sha256(content).hexdigest()[:16]
     kept = ROOT / ".cache" / f"explorer-{most}-{digest}.js"
     if not kept.exists():
+        # A test counts few GPUs, which takes seconds.
         counts = tuple(n for n in COUNTS if n <= most)
         text = f"const LAYOUTS = {json.dumps(data(counts), separators=(',', ':'))};\n"
         with whole_file(kept) as part:

@@ -62,7 +62,7 @@ def inputs(command: str, root: Path = ROOT) -> str:
     """
     # A command may name a config, and the values of that config may name another one or code.
     yaml_files = [*sorted((root / "config").glob("*.yaml")), *sorted((root / "tools").rglob("*.yaml"))]
-    files = {file.stem: _mappings(file) for file in yaml_files}
+    files = {file.stem: _mappings(file) for file in yaml_files}  # {file: {name: values}}
     unnamed = [name for words, name in UNNAMED.items() if words in command]
     found: list[Any] = [files[name] for name in unnamed if name in files]
     named = re.findall(r"[\w.-]+", f"{command} {found}")
@@ -157,6 +157,7 @@ def picture(command: str, made: str, image: str, title: str) -> None:
     if not _chosen(command, fast=False):
         return
     _output(command)
+    # The workspace goes when Python ends, so its picture is copied.
     shutil.copyfile(Path(_workspace().name) / made, ROOT / "docs/images" / image)
     page = ROOT / cog.inFile
     images = os.path.relpath(ROOT / "docs/images", page.parent)
@@ -170,6 +171,7 @@ def source(path: str, first: str, last: str, docstrings: bool = True) -> None:
     """
     lines = (ROOT / path).read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.strip().startswith(first))
+    # Counted from 1, the line that begins with `last` is shown too.
     length = next(i for i, line in enumerate(lines[start:], 1) if line.strip().startswith(last))
     code = textwrap.dedent("\n".join(lines[start : start + length]))
     if not docstrings:
@@ -188,6 +190,7 @@ def difference(before: str, after: str, whole: bool = True) -> None:
     if not whole:
         return
     shown = []
+    # The head of each place becomes a blank line, except that of the first.
     for line in changes[1:]:
         if line[0] == "@":
             shown.append("")
@@ -222,10 +225,12 @@ def _chosen(command, fast):
     chosen = fast if ONLY == "fast" else ONLY in command
     if chosen:
         return True
+    # A page whose command was not chosen is named where its inputs have changed.
     if not fast and command not in _told and _record().get(command) != inputs(command):
         _told.add(command)
         said = f"{cog.inFile}: `{command}`: its inputs changed since: run make figures ONLY='{command}'"
         print(said, file=sys.stderr)
+    # cog shows the previous text of a block once, however many commands the block has.
     block = (cog.inFile, cog.firstLineNum)
     if block not in _kept:
         _kept.add(block)
@@ -240,6 +245,7 @@ def _show(*lines):
 @cache
 def _output(command, fast=False):
     print(f"$ {command}", file=sys.stderr, flush=True)
+    # Commands begin with `python`, which has to be the one that runs this.
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-c", command],
@@ -250,6 +256,7 @@ def _output(command, fast=False):
     )
     if done.returncode:
         sys.exit(f"{done.stdout}{done.stderr}\nerror: status {done.returncode}: {command}")
+    # A check may run commands, and must not change what is recorded of them.
     if not fast and "--check" not in sys.argv:
         record = _record() | {command: inputs(command)}
         RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
@@ -264,6 +271,7 @@ def _record():
 def _workspace():
     """A folder like this one without runs; it goes when Python ends."""
     folder = tempfile.TemporaryDirectory(prefix="figures-")
+    # Links cost nothing, and commands see the files as they are.
     for path in ROOT.iterdir():
         if path.name not in ("logs", ".git"):
             (Path(folder.name) / path.name).symlink_to(path)

@@ -50,6 +50,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages from outside docs/, and a page for each file of code that a page links to."""
     for path, page in OUTSIDE.items():
         files.append(File.generated(config, page, content=(ROOT / path).read_text()))
+    # A copy of the list is walked, since pages of code are added to it. Pages of code link to nothing.
     for file in list(files.documentation_pages()):
         origin = _origin(file.src_uri)
         for target in LINK.findall(file.content_string):
@@ -71,9 +72,11 @@ def on_page_markdown(markdown: str, page: Any, **_given: Any) -> str:
     markdown = LINK.sub(lambda found: _link(found[0], source), markdown)
     markdown = markdown.replace("<details>", '<details markdown="1">')
     if source == "index.md":
+        # README begins with its title, a paragraph and a picture.
         title, _, animation, rest = markdown.split("\n\n", 3)
         markdown = "\n\n".join([title, HOME.format(animation=animation), rest])
     markdown = FORMULA.sub(_typeset, markdown)
+    # The two sections of a chapter on running it become tabs of one.
     tabs = r"^## (Run it here)\n(.*?)^## (Run it on Slurm)\n(.*?)(?=^## |\Z)"
     return re.sub(tabs, _tabs, markdown, flags=re.S | re.M)
 
@@ -83,13 +86,14 @@ def _typeset(found: re.Match[str]) -> str:
     style: Any = {
         "mathtext.fontset": "stix",
         "savefig.facecolor": "none",
-        "svg.hashsalt": "formula",
+        "svg.hashsalt": "formula",  # the same names of shapes in every build
     }
     drawn = StringIO()
     with matplotlib.rc_context(style):
         math_to_image(f"${found[1]}$", drawn, FontProperties(size=12), format="svg", color="#010203")
     # The colour stands for that of the text, which only the page knows.
     svg = drawn.getvalue().partition("<svg ")[2].replace("#010203", "currentColor")
+    # Metadata hold a date, and a style would count for the whole page.
     svg = re.sub(r"<(metadata|style)[ >].*?</\1>|<!--.*?-->", "", svg, flags=re.S)
     return f'<p><svg role="img" aria-label="{html.escape(found[1])}" style="max-width: 100%" {svg.strip()}</p>\n'
 
@@ -152,5 +156,6 @@ def _code(path: str) -> str:
                 names.append(f"{each.name}/" if each.is_dir() else each.name)
         entries = "".join(f"- `{name}`\n" for name in sorted(names))
         return f"{UNSEARCHED}# {path}\n\n{entries}"
+    # Six tildes fence the code, which may have fences of its own.
     language = LANGUAGES.get(file.suffix, "text")
     return f"{UNSEARCHED}# {path}\n\n~~~~~~{language}\n{file.read_text().rstrip()}\n~~~~~~\n"

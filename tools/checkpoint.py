@@ -43,6 +43,7 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
 
 def with_own_memory(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors; one that stands under several names is copied, since a file takes no shared memory."""
+    # load_weights puts one tensor object under all names of a weight, so its id tells.
     seen = set[int]()
     apart: dict[str, Tensor] = {}
     for name, tensor in weights.items():
@@ -57,13 +58,14 @@ def export(path: Path | str, out: Path | str) -> None:
     Raises UsageError if the checkpoint is damaged, or if `out` exists or cannot be written.
     """
     out = Path(out)
+    # The target is looked at first, since reading a checkpoint may take long.
     if out.exists():
         raise UsageError(f"{out}: exists already")
     folder, marker = find(path)
     weights = with_own_memory(load_weights(folder))
     metadata = {
         "format": "pt",
-        "iteration": str(marker["iteration"]),
+        "iteration": str(marker["iteration"]),  # the metadata of a safetensors file are texts
         "config": json.dumps(marker["config"]),
     }
     with whole_file(out) as part:
@@ -80,7 +82,8 @@ def show(path: Path | str) -> None:
     print(f"val_loss     {marker['val_loss']}")
     print(f"config       {(marker['config'] or {}).get('config')}")
     print(f"world size   {marker['world_size']}")
-    print(f"hashes       verified, {len(marker['files'])} files")
+    print(f"hashes       verified, {len(marker['files'])} files")  # by find
+    # Names begin with their part, so that sorting keeps each part together.
     tensors = dict(sorted(stored_tensors(folder).items()))
     rows = []
     for name, stored in tensors.items():

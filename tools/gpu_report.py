@@ -179,6 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = select_device(options.device)
     count = 2 if device.type == "cpu" else torch.accelerator.device_count()
     gpu_name = options.gpu or gpu_called(machine(device)["name"])
+    # A GPU that config/hardware.yaml does not have is measured without plans.
     gpu = load_gpu(gpu_name) if gpu_name else None
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what stops the report ends its command first
     todo = commands(device.type, count)
@@ -245,6 +246,7 @@ def run_commands(todo: Mapping[str, str], report: Report, seconds: float) -> Non
         left = end - began
         if left <= 0:
             return
+        # A command gets its own limit, or what is left for all of them where that is less.
         status, said = run_command(name, command, report.work, min(LONGEST, left))
         if status == OUT_OF_TIME and left < LONGEST:
             status = NOT_FINISHED  # others have taken its time

@@ -22,9 +22,9 @@ class Call(NamedTuple):
     """A collective that a rank called, the number-th one of its group."""
 
     group: str
-    number: int
+    number: int  # in its group, as torch counts the collectives that a rank calls
     operation: str
-    tensors: list[str]
+    tensors: list[str]  # dtype and shape of each input
     done: bool
 
     def __str__(self) -> str:
@@ -40,6 +40,7 @@ Record = dict[str, Any]  # what a rank leaves behind (utils.rank_failure): group
 
 def read_ranks(folder: Path) -> dict[int, Record]:
     """{rank: Record} of the last start that left records in a run's folder. Raises UsageError where there are none."""
+    # The file written last names the last start.
     files = sorted(folder.glob(FILE_NAME.format("*")), key=lambda path: path.stat().st_mtime)
     if not files:
         raise UsageError(
@@ -47,6 +48,7 @@ def read_ranks(folder: Path) -> dict[int, Record]:
         )
     records = [read_json(path) for path in files]
     for record in records:
+        # A group of one rank waits for nobody, so its calls are left out.
         known = [call for call in record["calls"] if call["group"] in record["groups"]]
         record["calls"] = [Call(**call) for call in known]
     # An earlier start of the same run may have left records of ranks that noticed nothing this time.
@@ -59,10 +61,12 @@ def read_ranks(folder: Path) -> dict[int, Record]:
 def explain(records: dict[int, Record]) -> Iterator[str]:
     """Lines that say which ranks wait, in which collective, and for whom."""
     size = next(iter(records.values()))["world_size"]
+    # A rank that was killed, or whose node is gone, leaves no record.
     silent = sorted(set(range(size)) - set(records))
     if silent:
         yield f"no record of {_ranks(silent)}: ended by something else, or on a node whose files are not here"
 
+    # Ranks that call different collectives in one group can never meet, whoever is late.
     mismatches = list(_mismatches(records))
     for calls in mismatches:
         rank = min(calls)

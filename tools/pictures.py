@@ -10,7 +10,7 @@ from pandas import DataFrame
 
 from utils.files import whole_file
 
-matplotlib.use("Agg")
+matplotlib.use("Agg")  # draws without a display
 
 
 def save(figure: Figure, path: str | Path, dpi: int = 120) -> None:
@@ -34,6 +34,7 @@ def panels(
 def draw_bars(axes: Axes, parts: DataFrame) -> None:
     """Horizontal bars, a row for each label of the index, the first one on top; the columns one behind the other."""
     parts.plot.barh(ax=axes, stacked=True, width=0.8)
+    # The limits turn the axis around, so that the first row is on top.
     bottom = len(parts) - 0.5
     axes.set(ylabel="", ylim=(bottom, -0.5))
 
@@ -55,7 +56,7 @@ def finish(axes: Axes, **labels: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(
         loc="upper center",
-        bbox_to_anchor=(0.5, -0.12),
+        bbox_to_anchor=(0.5, -0.12),  # in fractions of the axes: centred, below the labels
         ncols=3,
         fontsize="small",
         frameon=False,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+# Code of the product alone is held to the rules; tests, pages and exercises are not.
 FOLDERS = ("networks", "weather", "utils", "distributed", "training", "tools")
 SCRIPTS = ("train.py", "train_mp.py", "train_shard.py", "forecast.py", "plan.py", "benchmark.py")
 
@@ -40,6 +41,7 @@ LAYOUT = {
     tokenize.ENCODING,
     tokenize.ENDMARKER,
 }  # tokens that are no code
+# Expressions that a reader has to take apart; names, attributes and tuples are read at once.
 NESTS = (
     ast.Call,
     ast.Subscript,
@@ -89,6 +91,7 @@ def main() -> int:
     measures = Measures()
     problems: list[str] = []
     for path in product_files():
+        # Each file is parsed once, for the rules and for the means.
         source = read_source(path)
         problems += problems_of(source)
         add_measures(measures, source)
@@ -115,6 +118,7 @@ def read_source(path: Path) -> Source:
     comments = 0
     for token in tokenize.generate_tokens(StringIO(text).readline):
         line, column = token.start
+        # A docstring is prose, so its tokens do not count as code.
         if token.type == tokenize.COMMENT:
             comments += 1
         elif token.type not in LAYOUT and line not in documentation:
@@ -147,6 +151,7 @@ def problems_of(source: Source) -> Iterator[str]:
     """A line for each place of a file that breaks a rule."""
     path = source.path.relative_to(ROOT)
     for owner, node in with_owners(source.tree):
+        # An exemption covers a whole function or assignment, since a line number would soon be wrong.
         if f"{path}: {owner}" in EXEMPT:
             continue
         for what in broken_rules(node, source):
@@ -180,6 +185,7 @@ def broken_rules(node: ast.stmt, source: Source) -> Iterator[str]:
         length = last - first + 1
         if length > MOST_LINES:
             yield f"a function of {length} lines: name its stages ({MOST_LINES} at most)"
+    # A definition has no part that is read at once: its own statements come by themselves.
     part = part_read_at_once(node)
     if part is None:
         return
@@ -226,6 +232,7 @@ def tokens_read_at_once(node: ast.AST, source: Source) -> int:
         for row in rows_of(table):
             tokens = [tokens_in(part, source) for part in row]
             rows.append(sum(tokens))
+        # The table counts as its longest row.
         count += max(rows) - tokens_in(table, source)
     return count
 
@@ -234,6 +241,7 @@ def tables_in(node: ast.AST) -> Iterator[ast.AST]:
     """The outermost displays of dicts, lists, tuples and sets, and calls, that have a row on each of several lines."""
     rows = rows_of(node)
     lines = {lines_of(row[0])[0] for row in rows}
+    # Entries that all begin on lines of their own make a table.
     if len(rows) > 1 and len(lines) == len(rows):
         yield node
         return
@@ -245,7 +253,7 @@ def rows_of(node: ast.AST) -> list[list[ast.AST]]:
     """The entries of a display, or the arguments of a call: the expressions of each."""
     if isinstance(node, ast.Dict):
         pairs = zip(node.keys, node.values, strict=True)
-        return [[value] if key is None else [key, value] for key, value in pairs]
+        return [[value] if key is None else [key, value] for key, value in pairs]  # **mapping has no key
     if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
         return [[entry] for entry in node.elts]
     if isinstance(node, ast.Call):
@@ -265,7 +273,7 @@ def holds(node: ast.AST, outer: tuple, inner: tuple) -> bool:
     for child in ast.walk(node):
         if not isinstance(child, outer):
             continue
-        below = list(ast.walk(child))[1:]
+        below = list(ast.walk(child))[1:]  # without the child itself, which comes first
         if any(isinstance(other, inner) for other in below):
             return True
     return False
@@ -296,6 +304,7 @@ def add_measures(measures: Measures, source: Source) -> None:
 
 def problems_of_means(measures: Measures) -> Iterator[str]:
     """A line for each mean over all code that is out of its limit."""
+    # Each figure is (name, mean, the most that it may be).
     figures = [
         ("tokens a line of code", mean(measures.code_tokens), MOST_TOKENS_A_LINE),
         ("tokens a statement", mean(measures.statement_tokens), MOST_TOKENS_A_STATEMENT),
@@ -304,6 +313,7 @@ def problems_of_means(measures: Measures) -> Iterator[str]:
     for name, figure, most in figures:
         if figure > most:
             yield f"all code: {name}: {figure:.2f}, {most} at most"
+    # Comments have a lower limit, all other figures an upper one.
     comments = 1000 * measures.comments / measures.lines
     if comments < LEAST_COMMENTS:
         yield f"all code: {comments:.0f} comments in 1,000 lines, {LEAST_COMMENTS} at least"

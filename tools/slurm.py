@@ -15,7 +15,7 @@ SUBMITTED = "trap 'for name in ${!job@}; do echo ${!name}; done' EXIT"  # the ar
 
 def on_nodes(ranks: int, gpus_per_node: int) -> list[str]:
     """Options of sbatch for the fewest nodes with a GPU for each rank. Raises UsageError where they are not filled."""
-    nodes = -(-ranks // gpus_per_node)
+    nodes = -(-ranks // gpus_per_node)  # rounded up
     if ranks % nodes:
         raise UsageError(f"{ranks} ranks do not fill {nodes} nodes of {gpus_per_node} GPUs")
     each = ranks // nodes
@@ -30,6 +30,7 @@ def submit(lines: list[str]) -> str:
     """
     if not shutil.which("sbatch"):
         raise UsageError("--submit: there is no sbatch here: call this on a login node of a Slurm cluster")
+    # The lines run twice: first Slurm is asked whether it takes each job, then it is given them.
     for before in (ASK, SUBMITTED):
         done = subprocess.run(["bash", "-c", "\n".join(["set -e", before, *lines])], capture_output=True, text=True)
         jobs = done.stdout.split()

@@ -49,6 +49,7 @@ def format_table(
             text = "-" if value is None else format(value, spec)
             texts.append(text)
         cells.append(texts)
+    # Each column is as wide as its widest cell.
     widths = []
     for column in zip(columns, *cells, strict=True):
         widths.append(max(map(len, column)))

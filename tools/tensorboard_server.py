@@ -32,6 +32,7 @@ def find_log_folder(folder: Path | str | None = None) -> Path:
     """
     variables = ("LOGDIR", "LOG_DIR", "EXPDIR")  # LOG_DIR is that of the submit scripts
     named = [os.environ[name] for name in variables if os.environ.get(name)]
+    # A fresh checkout has only the example logs.
     usual = Path("logs") if Path("logs").is_dir() else ROOT / "example_logs"
     given = [folder, *named, usual]
     first = next(path for path in given if path)
@@ -59,10 +60,13 @@ class PrivateTensorBoard:
             cwd=ROOT,
             start_new_session=True,  # interrupting a notebook cell must not end it
         )
+        # It ends too when this object is collected, or when Python exits.
         self.stop = weakref.finalize(self, _end, process)
+        # The token travels through the pipe, since everybody can see a command line.
         settings = {"logdir": str(self.folder), "path_prefix": self.path.rstrip("/")}
         print(json.dumps(settings), file=process.stdin, flush=True)
         answer = process.stdout.readline().strip()  # type: ignore[union-attr]  # stdout is a pipe
+        # The answer is a port, or the line of an error.
         if not answer.isdigit():
             self.stop()
             raise UsageError(f"TensorBoard did not start: {answer or 'see the messages of the Jupyter server'}")
@@ -87,6 +91,7 @@ class PrivateTensorBoard:
 def tunnel_command(port: int) -> str:
     """The ssh command that forwards `port` of this machine to the same port of the reader's machine."""
     user, host = getpass.getuser(), socket.getfqdn()
+    # The full name may be that of the loopback address, which another machine cannot use.
     host = socket.gethostname() if host.startswith("localhost") else host
     login_node = os.environ.get("SLURM_SUBMIT_HOST", host)
     jump = "" if login_node.split(".")[0] == host.split(".")[0] else f"-J {user}@{login_node} "  # in a batch job
@@ -100,6 +105,7 @@ def jupyter_has_proxy() -> bool:
 
 def jupyter_base_url() -> str | None:
     """Base URL of the Jupyter server that started this kernel, such as /user/ann/; None if it is unknown."""
+    # JupyterHub says it in a variable; any other server keeps it in a record by its process number.
     if prefix := os.environ.get("JUPYTERHUB_SERVICE_PREFIX"):
         return prefix
     try:
@@ -136,12 +142,14 @@ def _serve() -> None:
         from tensorboard import program
 
         board = program.TensorBoard()
+        # Port 0 lets the system choose; load_fast would start the data server, with a port that needs no token.
         board.configure(host="127.0.0.1", port=0, load_fast="false", **settings)
         url = board.launch()
     except Exception as error:
         print(" ".join(f"{type(error).__name__}: {error}".split()), flush=True)
         return
     print(urlsplit(url).port, flush=True)
+    # The pipe closes when the parent stops this process, or is gone.
     sys.stdin.read()
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from docs.drawings import data_parallel, domain_parallel, first_lessons, model_parallel, one_device
 from docs.drawings.canvas import Drawing
 
-FOLDER = Path(__file__).parents[1] / "images" / "drawings"
+FOLDER = Path(__file__).parents[1] / "images" / "drawings"  # the pages show its files
+# A test holds the files to this list, and looks for a page that shows each.
 DRAWINGS: tuple[Callable[[], Drawing], ...] = (
     first_lessons.image_to_tokens,
     first_lessons.collectives,
@@ -31,6 +32,7 @@ DRAWINGS: tuple[Callable[[], Drawing], ...] = (
 def main() -> None:
     """Write them, each to the file of its name."""
     FOLDER.mkdir(parents=True, exist_ok=True)
+    # Drawings are text that git can compare, so they are kept in the repository.
     for draw in DRAWINGS:
         (FOLDER / f"{draw.__name__}.svg").write_text(draw().svg())
 

@@ -8,12 +8,12 @@ LIGHT = {
     "paper": "#ffffff",
     "ink": "#1f2328",
     "line": "#59636e",
-    "a": "#b6d4fe",
+    "a": "#b6d4fe",  # a to d: ranks, or kinds of work
     "b": "#fde49b",
     "c": "#b9e8c4",
     "d": "#f6c6dd",
-    "talk": "#ffb77c",
-    "wait": "#eaeef2",
+    "talk": "#ffb77c",  # communication
+    "wait": "#eaeef2",  # waiting, and whatever stands in the background
 }
 DARK = {
     "paper": "#161b22",
@@ -33,6 +33,7 @@ def _rules(colours: dict[str, str]) -> str:
     """The rules of a theme. Ink and line colour strokes and words, all others fill what has their class."""
     ink = colours["ink"]
     line = colours["line"]
+    # Each box names its class, and the theme of the reader decides on the colour.
     fills = ""
     for name, colour in colours.items():
         if name not in ("ink", "line"):
@@ -59,6 +60,7 @@ class Drawing:
         self.parts.append(
             f'<rect class="{fill} edge" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3"/>'
         )
+        # Words come after their box, since SVG paints in the order of the text.
         self.words(x + width / 2, y + height / 2, words, "middle", size)
 
     def words(self, x: float, y: float, words: str, anchor: str = "start", size: int = 13, bold: bool = False) -> None:
@@ -80,6 +82,7 @@ class Drawing:
         start = ' marker-start="url(#tip)"' if both else ""
         self.parts.append(f'<path class="none arrow" d="{path}"{dash}{start} marker-end="url(#tip)"/>')
         if words:
+            # Only straight arrows have words, so the ends give the middle.
             x0, y0 = points[0]
             x1, y1 = points[-1]
             self.words((x0 + x1) / 2, (y0 + y1) / 2 - 9, words, "middle", 12)
@@ -106,6 +109,7 @@ class Drawing:
 
     def svg(self) -> str:
         """The text of the file."""
+        # A page shows the file as an image, which sees the reader's preference and not the page's theme.
         style = f"{_rules(LIGHT)}@media (prefers-color-scheme: dark){{{_rules(DARK)}}}"
         tip = (
             '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '

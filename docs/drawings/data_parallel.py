@@ -10,11 +10,13 @@ def ddp_buckets() -> Drawing:
     )
     blocks = [(k * 110, 110, f"block {6 - k}", "a") for k in range(6)]
     d.row(110, 40, "backward", blocks)
+    # A bucket is sent once the last of its gradients is there, beside the blocks that follow.
     hidden_buckets = [
         (220, 150, "bucket 1: blocks 6, 5", "talk"),
         (440, 150, "bucket 2: 4, 3", "talk"),
     ]
     d.row(110, 90, "all-reduce", hidden_buckets)
+    # The third bucket begins only when the backward pass ends, so nothing hides it.
     d.box(770, 90, 14, 26, "", "talk")
     for x in (330, 550, 770):
         d.line((x, 66), (x, 90), dashed=True)
@@ -28,6 +30,7 @@ def ddp_buckets() -> Drawing:
 def zero_stages() -> Drawing:
     """Memory of one of four ranks under each strategy, to scale."""
     d = Drawing(800, 306, "Parameters, gradients and optimizer state on one of four ranks, by strategy, to scale")
+    # Sizes of parameters, gradients and moments on a rank, in units of 4P bytes.
     strategies = [
         ("ddp", (1, 1, 2), ""),
         ("zero1", (1, 1, 0.5), ""),
@@ -41,7 +44,7 @@ def zero_stages() -> Drawing:
         d.words(78, y + 15, name, "end", bold=True)
         x = 90.0
         for size, fill, words in zip(sizes, ("a", "b", "c"), ("4P", "4P", "8P"), strict=True):
-            whole = 2 if words == "8P" else 1
+            whole = 2 if words == "8P" else 1  # in the same units
             shares = {
                 1: words,
                 0.5: f"{words}/2",
@@ -63,8 +66,8 @@ def fsdp_units() -> Drawing:
     )
     width = 70.0  # of the computation of a unit
     sends = 0.6 * width
-    order = [1, 2, 3, 4, 4, 3, 2, 1]
-    last_forward = 3
+    order = [1, 2, 3, 4, 4, 3, 2, 1]  # units forward, then backward
+    last_forward = 3  # place in the order
     begins = []
     for k in range(8):
         # The first gather of either pass is waited for. All others run beside the computation of the unit before.
@@ -76,6 +79,7 @@ def fsdp_units() -> Drawing:
         words = f"bwd {order[k]}" if k > last_forward else f"fwd {order[k]}"
         computes.append((x, width, words, "a"))
     d.row(100, 76, "compute", computes)
+    # Each gather begins with the computation before it, except where a pass begins and waits.
     gather_begins = [0.0, *begins[:3], begins[4] - sends, *begins[4:7]]
     gathers = [(x, sends, f"{order[k]}", "talk") for k, x in enumerate(gather_begins)]
     d.row(100, 40, "gather", gathers)

@@ -17,6 +17,7 @@ def halo() -> Drawing:
     d.box(400, 70, 240, 24, "last row of rank 0", "a", 12)
     d.box(400, 94, 240, 96, "own rows", "b")
     d.box(400, 190, 240, 24, "first row of rank 2", "c", 12)
+    # The halo comes from the last row of the band above and from the first row of the band below.
     d.arrow((212, 112), (396, 82), words="halo")
     d.arrow((212, 208), (396, 202), words="halo")
     d.arrow((646, 142), (690, 142))
@@ -50,6 +51,7 @@ def tiles() -> Drawing:
 
     # The tile of rank 0 with its halo: columns on both sides, rows below, and corners.
     d.words(490, 24, "what rank 0 computes on", "middle", bold=True)
+    # Longitude is periodic, so rank 1 is the neighbour on both sides.
     d.box(400, 60, 24, 110, "", "b")
     d.box(424, 60, 130, 110, "own points", "a")
     d.box(554, 60, 24, 110, "", "b")
@@ -59,5 +61,6 @@ def tiles() -> Drawing:
     d.words(594, 84, "first, rows: exchanged along\nlatitude with rank 2", size=12)
     d.words(594, 136, "then columns, with the new\nrows in them, with rank 1", size=12)
     d.words(594, 184, "so the corners of rank 3 arrive\nwithout a message of their own", size=12)
+    # Latitude is not periodic, so the top row of tiles has no rows above it.
     d.words(490, 226, "(no halo at the top: it ends at the pole)", "middle", 12)
     return d

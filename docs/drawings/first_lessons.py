@@ -13,6 +13,7 @@ def image_to_tokens() -> Drawing:
     d.words(72, 24, "image: C x H x W", "middle", 13, bold=True)
     d.words(72, 162, "patches of\np x p points", "middle", 12)
     d.arrow((132, 92), (190, 92), words="embed")
+    # Tokens have the colour of the row of patches that they come from.
     for token in range(8):
         y = 36 + token * 14
         d.box(200, y, 90, 14, "", RANKS[token // 2])
@@ -67,7 +68,7 @@ def _patches(d: Drawing, x: float, columns: int) -> None:
 
 def _layers(d: Drawing, y: float, layers: Sequence[tuple[str, str, int]]) -> None:
     """The layers of a half of a block from left to right, and the sum with its input. layers: (words, fill, width)."""
-    x = 358.0
+    x = 358.0  # just inside the frame of the block
     for words, fill, width in layers:
         d.box(x, y, width, 40, words, fill, 12)
         x += width + 8
@@ -77,11 +78,13 @@ def _layers(d: Drawing, y: float, layers: Sequence[tuple[str, str, int]]) -> Non
 def collectives() -> Drawing:
     """Five collectives on four ranks, with numbers."""
     d = Drawing(800, 620, "What broadcast, all-reduce, all-gather, reduce-scatter and all-to-all leave on four ranks")
+    # Every number is another one, so that a reader sees where each goes.
     rows = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]
     columns = [list(column) for column in zip(*rows, strict=True)]
     firsts = [[row[0]] for row in rows]
     sums = [sum(column) for column in columns]
     pieces = [[total] for total in sums]
+    # Each kind is (name, what it does, numbers of each rank before, and after).
     kinds = [
         ("broadcast", "rank 0 to all", [rows[0], [], [], []], [rows[0]] * 4),
         ("all-reduce", "the sum, on all", rows, [sums] * 4),
@@ -89,7 +92,7 @@ def collectives() -> Drawing:
         ("reduce-scatter", "a part of the sum", rows, pieces),
         ("all-to-all", "part i to rank i", rows, columns),
     ]
-    owner: dict[int, int] = {}
+    owner: dict[int, int] = {}  # {number: the rank that has it before}
     for rank, row in enumerate(rows):
         owner |= dict.fromkeys(row, rank)
     for k, (name, what, before, after) in enumerate(kinds):

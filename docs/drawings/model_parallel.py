@@ -10,6 +10,7 @@ def column_row() -> Drawing:
     d.words(255, 24, "fc1: output features split", "middle")
     d.words(505, 24, "fc2: input features split", "middle")
     d.words(735, 24, "y, whole", "middle")
+    # A row for each rank: the grey box is the whole weight, the coloured one its part.
     for k in range(2):
         y = 50 + k * 110
         fill = RANKS[k]
@@ -17,6 +18,7 @@ def column_row() -> Drawing:
         d.box(45, y + 10, 40, 60, "x", fill)
         d.arrow((90, y + 40), (196, y + 40))
         d.box(200, y, 110, 80, "", "wait")
+        # Columns of fc1 lie side by side, rows of fc2 one below the other.
         d.box(200 + 55 * k, y, 55, 80, f"fc1\n[{k}]", fill)
         d.arrow((314, y + 40), (346, y + 40))
         d.box(350, y + 10, 46, 60, f"h[{k}]", fill)
@@ -27,6 +29,7 @@ def column_row() -> Drawing:
         d.words(585, y + 24, "part", "middle", 12)
         d.box(715, y + 10, 40, 60, "y", fill)
         d.arrow((668, y + 40), (711, y + 40))
+    # One all-reduce spans both ranks: their parts are added up.
     d.box(610, 50, 56, 190, "all-\nreduce\n(sum)", "talk")
     d.words(
         395,
@@ -43,6 +46,7 @@ def sequence_parallel() -> Drawing:
     d = Drawing(
         800, 240, "A block with sequence parallelism: tokens are split outside of the pairs of layers, features inside"
     )
+    # Each part is (words, width in points, fill), from left to right.
     parts = [
         ("norm", 80, "a"),
         ("all-\ngather", 62, "talk"),
@@ -72,6 +76,7 @@ def sequence_parallel() -> Drawing:
 def ring_attention() -> Drawing:
     """Keys and values travel, queries stay."""
     d = Drawing(800, 300, "Ring attention over four ranks: queries stay, keys and values travel to the next rank")
+    # The ranks stand clockwise, so that each sends to the next one.
     places = [(70, 60), (290, 60), (290, 190), (70, 190)]
     for k, (x, y) in enumerate(places):
         d.box(x, y, 120, 56, f"rank {k}\nq{k}   k{k} v{k}", RANKS[k])
@@ -86,6 +91,7 @@ def ring_attention() -> Drawing:
     for rank in range(4):
         d.words(495, 88 + rank * 40, f"q{rank}", "end", 13)
         for step in range(4):
+            # Keys move one rank on in each step, so those of the rank before arrive next.
             block = (rank - step) % 4
             x = 510 + step * 65
             d.box(x, 72 + rank * 40, 60, 32, f"k{block}", RANKS[block])
@@ -138,13 +144,14 @@ def _schedule(stages: int, batches: int, one_forward_one_backward: bool) -> list
 def pipeline() -> Drawing:
     """Two schedules of four micro-batches over three stages."""
     d = Drawing(800, 330, "Two pipeline schedules of four micro-batches over three stages")
-    width = 34
+    width = 34  # points of a slot
     names = ("gpipe: all forward, then all backward", "1f1b: one forward, one backward")
     for k, name in enumerate(names):
         top = 44 + k * 142
         d.words(90, top - 18, name, bold=True)
         schedule = _schedule(3, 4, one_forward_one_backward=k == 1)
         for stage, slots in enumerate(schedule):
+            # Grey lies behind the whole row, so that what no span covers is the bubble.
             y = top + stage * 32
             d.box(90, y, 18 * width, 28, "", "wait")
             spans = []

@@ -12,6 +12,7 @@ def ladder() -> Drawing:
     d = Drawing(
         800, 250, "What each rung of the ladder splits over two devices: nothing, the batch, the model, the image"
     )
+    # Each rung is (title, script, what it splits).
     rungs = [
         ("1  one device", "train.py", "nothing is split"),
         ("2  data parallel", "train.py", "the batch is split"),
@@ -32,6 +33,7 @@ def _images(d: Drawing, x: float, rung: int) -> None:
     """Four images of a batch, in the colours of the devices that read them."""
     for k in range(4):
         left = x + 8 + k * 40
+        # Domain parallelism gives each device a half of every image.
         if rung == 3:
             d.box(left, 62, 34, 17, "", "a")
             d.box(left, 79, 34, 17, "", "b")
@@ -48,6 +50,7 @@ def _model(d: Drawing, x: float, rung: int) -> None:
     if rung == 0:
         d.box(x + 45, 128, 80, 80, "whole\nmodel", "a")
     else:
+        # Only model parallelism splits the model; the other rungs copy it.
         words = "half of\nevery\nlayer" if rung == 2 else "whole\nmodel"
         d.box(x + 4, 128, 66, 80, words, "a")
         d.box(x + 100, 128, 66, 80, words, "b")
@@ -58,6 +61,7 @@ def step_time() -> Drawing:
     """Where the time of a step goes, and what reading ahead changes."""
     d = Drawing(800, 270, "Time of a training step, without and with a thread that reads ahead")
     d.words(20, 20, "Without reading ahead: the device waits for each batch", bold=True)
+    # Times are points of the drawing, and only their order and ratio matter.
     work: list[Span] = [
         (70, 60, "forward", "a"),
         (130, 100, "backward", "a"),
@@ -73,6 +77,7 @@ def step_time() -> Drawing:
     d.words(20, 130, "With reading ahead: the next batch is read while this one is used", bold=True)
     # With: only the first batch is waited for.
     d.row(120, 150, "device", [waits, *work, *_later(work, 210)])
+    # The reader does not wait for the device, so that batches are ready ahead of time.
     reads = [(90 * k, 70, f"read {k + 1}", "b") for k in range(5)]
     d.row(120, 182, "reader", reads)
     d.arrow((120, 232), (780, 232))
@@ -97,6 +102,7 @@ def buffers() -> Drawing:
     d.arrow((142, 92), (236, 92), words="thread 1")
     d.arrow((142, 122), (236, 122), words="thread 2")
     d.arrow((622, 100), (656, 100))
+    # A used buffer takes the way below the others, back to where buffers are read into.
     d.arrow((566, 134), (566, 175), (282, 175), (282, 134))
     d.words(424, 190, "a buffer that has been used is read into again: its memory is touched once", "middle")
     d.words(424, 40, "one batch each, in pinned memory where there is a GPU", "middle")
@@ -117,6 +123,7 @@ def rollout() -> Drawing:
             d.box(x, 140, 90, 34, f"x{k}, read", "c")
             d.arrow((x + 45, 138), (x + 45, 84), both=True)
             d.words(x + 54, 112, f"loss {k}", size=12)
+    # The gradient takes the way of the forecast backwards.
     d.arrow((700, 196), (90, 196), dashed=True)
     d.words(
         395,
@@ -134,6 +141,7 @@ def resharding() -> Drawing:
         800, 250, "A checkpoint of whole tensors, written by four ranks and read by two, along another dimension"
     )
     d.words(110, 24, "4 ranks wrote: rows", "middle", bold=True)
+    # Four ranks have a quarter of the rows each, two have half of the columns.
     for k, fill in enumerate(RANKS):
         d.box(40, 50 + 36 * k, 140, 36, f"rank {k}", fill)
     d.words(400, 24, "the checkpoint: one tensor", "middle", bold=True)

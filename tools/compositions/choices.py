@@ -136,6 +136,7 @@ def values_of_kind(kind: Any, bounds: list[Any], now: Any) -> list[Any]:
         candidates = real_numbers(now)
     else:
         return []
+    # One other number is enough, since each further choice makes a pair with every other one.
     return [value for value in candidates if is_within(value, bounds)][:1]
 
 

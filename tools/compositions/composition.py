@@ -26,20 +26,20 @@ TINY = (
     "--yaml_config=config/ViT.yaml",
     "--config=quick",
     "--device=cpu",
-    "--img_size",
+    "--img_size",  # rows and columns: 4 x 8 patches
     "16",
     "32",
     "--patch_size=4",
     "--embed_dim=16",
     "--depth=2",
-    "--num_heads=4",
+    "--num_heads=4",  # of 4 features each
     "--mlp_ratio=2",
     "--n_in_channels=3",
     "--n_out_channels=3",
     "--global_batch_size=8",
     "--num_iters=12",
     "--warmup=2",
-    "--sync_batchnorm",
+    "--sync_batchnorm",  # else each layout has statistics of its own, see OWN_NUMBERS
 )
 STRATEGY = "data_parallel"
 MICRO_BATCHES = "gradient_accumulation"
@@ -73,6 +73,7 @@ class Composition:
 
     def smaller(self) -> Iterator["Composition"]:
         """The compositions that lack one choice, or the stop and resume."""
+        # A finding in a run without a stop is the easiest to look into, so this is tried first.
         if self.then is not None:
             yield replace(self, then=None)
         for choice in self.choices:
@@ -125,12 +126,14 @@ class Base:
         self.given = list(given)
         self.words = [*TINY, *given]
         self.config = build_case("base", "train.py", self.words, 1).config
+        # A model that does not fit would fail in every composition, so it is refused here.
         build_task(self.config).check_model()
 
     def case(self, choices: Sequence[Choice], name: str = "composition") -> Case:
         """The case of some choices, as the command of its script has it. Raises UsageError where it is refused."""
         settings = settings_of(choices)
         ranks = ranks_of(settings)
+        # Too many ranks are no refusal: the options may be right, and only the trial is too large.
         if ranks > MOST_RANKS:
             raise TooManyRanks(f"{ranks} ranks: at most {MOST_RANKS} are tried")
         return build_case(name, script_of(settings), [*self.words, *words_of(settings)], ranks)
@@ -138,6 +141,7 @@ class Base:
     def reference(self, choices: Iterable[Choice]) -> Case:
         """The case of one device with the same options, but those that say how work is shared."""
         all_settings = settings_of(list(choices))
+        # What shares work is left out, and what changes numbers stays.
         of_layouts = self.keys_without_effect(all_settings)
         settings = {key: value for key, value in all_settings.items() if key not in of_layouts}
         try:
@@ -152,6 +156,7 @@ class Base:
     def resumed(self, composition: Composition) -> list[Choice]:
         """The choices of the layout that goes on: its own, and those of the first that change the numbers."""
         of_layouts = self.keys_without_effect(settings_of(composition.choices))
+        # A checkpoint goes on with the same numbers, in whatever layout.
         kept = [choice for choice in composition.choices if choice.key not in of_layouts]
         others = [choice for choice in composition.then or () if choice.key in of_layouts]
         return [*kept, *others]
@@ -162,6 +167,7 @@ class Base:
         Micro-batches do, where a model takes the statistics of one: there one device has as many.
         """
         keys = keys_of_layouts()
+        # These keys alone decide which modules the model has.
         names = [key for key in ("model", "model_args", "task", "num_classes") if key in settings]
         config = self.config.model_copy(update={key: settings[key] for key in names})
         if any(isinstance(module, _BatchNorm) for module in build_model(config).modules()):
@@ -174,6 +180,7 @@ class Base:
         words = ["python", "plan.py", "check", "--all", f"--ranks={ranks_of(settings)}"]
         if composition.then is not None:
             others = settings_of(composition.then)
+            # A value may hold brackets and stars, which a shell would expand. --then is quoted a second time below.
             then = shlex.join([f"--ranks={ranks_of(others)}", *words_of(others)])
             words.append(f"--then={then}")
         return shlex.join([*words, *self.given, *words_of(settings)])
@@ -182,6 +189,7 @@ class Base:
 def is_coarse(choices: Iterable[Choice]) -> bool:
     """Tell whether some choices compute or send in half precision."""
     values = settings_of(list(choices)).values()
+    # Formats are named by words, whatever the key.
     words = [value for value in values if isinstance(value, str)]
     return any(word in COARSE for word in words)
 

@@ -69,6 +69,7 @@ class Judge(AbstractContextManager):
         self.plans = plans
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
+        # Ranks wait for one another no longer than the judge waits for them.
         config = base.config.model_copy(update={"comm_timeout": max(1, int(patience))})
         self.opened = ExitStack()
         if teams is None:
@@ -163,6 +164,7 @@ class Judge(AbstractContextManager):
         seen.add(trial.case.layout)
         try:
             return self.teams.call(size, try_out, trial)
+        # NoAnswer and OutOfMemory are RankErrors, so they come first. Whatever failed, its team has been ended.
         except NoAnswer:
             seen.clear()
             return Verdict(FINDING, "hang", f"no answer within {self.patience:.0f} s")
@@ -189,6 +191,7 @@ class Planning:
 
     def _trace(self, wide: bool, patience: float) -> None:
         try:
+            # An error is kept, and `differences` tells it as a finding.
             (self.found,) = self.pool.call(1, planned_counts, self.case, wide, timeout=patience)
         except RanksFailed as failed:
             self.found = next(iter(failed.failures.values()))
@@ -285,6 +288,7 @@ def described(error: BaseException) -> str:
     """The first line of an error on a rank, and the last place in our code that its traceback names."""
     traceback = "".join(getattr(error, "__notes__", []))
     places = re.findall(r'File "([^"]*)", line (\d+)', traceback)
+    # Tools only run the composition; the mistake lies in the code that they call.
     ours = [(file, line) for file, line in places if "site-packages" not in file and "/tools/" not in file]
     text = first_line(error)
     if not ours:

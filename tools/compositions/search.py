@@ -53,13 +53,13 @@ class Report:
     """The result of a search."""
 
     seed: int
-    results: Counter[str] = field(default_factory=Counter)
-    refusals: Counter[str] = field(default_factory=Counter)
+    results: Counter[str] = field(default_factory=Counter)  # by Verdict.result
+    refusals: Counter[str] = field(default_factory=Counter)  # by the line of the refusal
     findings: list[Finding] = field(default_factory=list)
-    pairs: int = 0
-    pairs_left: int = 0
-    pairs_refused: int = 0
-    without_values: list[str] = field(default_factory=list)
+    pairs: int = 0  # all pairs of choices with different keys
+    pairs_left: int = 0  # not reached within the time
+    pairs_refused: int = 0  # whatever stood beside them
+    without_values: list[str] = field(default_factory=list)  # keys whose type names no values to try
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON can hold it."""
@@ -110,6 +110,7 @@ def search(
 ) -> None:
     """Run drawn compositions until the time `end`, and put what comes out into a report."""
     for composition in draws:
+        # A composition that has begun is finished, so that a search may last a little longer.
         if time.monotonic() > end:
             break
         verdict = judge.judge(composition)
@@ -133,6 +134,7 @@ def note(
     judge: Judge,
 ) -> None:
     """Count a finding that is known, or make a new one small and print it."""
+    # Shrinking costs many runs, and would only lead to what is known.
     for known in report.findings:
         if known.verdict.kind == verdict.kind and composition.holds(known.composition):
             known.seen += 1
@@ -184,6 +186,7 @@ def named_composition(ranks: int, words: Sequence[str], then: str | None) -> Com
     choices = choices_of(ranks, words)
     others = None
     if then is not None:
+        # The words of --then are a command line of their own.
         parser = ArgumentParser(prog="--then", allow_abbrev=False)
         parser.add_argument("--ranks", type=int_in_range(1, 64), default=1)
         known, rest = parser.parse_known_args(shlex.split(then))
@@ -196,6 +199,7 @@ def choices_of(ranks: int, words: Sequence[str]) -> list[Choice]:
     options = parse_command_line(words, None, "config/ViT.yaml")
     found = []
     for key, value in options.items():
+        # File and name of a config say where keys come from, and choose nothing.
         if key not in ("yaml_config", "config"):
             found.append(Choice(f"{key}={value}", {key: value}))
     return [*found, *choices_of_ranks(ranks, options)]
@@ -228,6 +232,7 @@ def main(argv: Sequence[str]) -> int:
     option("--then", metavar="WORDS", help="with --ranks: the layout that goes on from a checkpoint")
     option("--json", type=Path, metavar="FILE", help="write the report")
     options, words = parser.parse_known_args(argv)
+    # The report tells the seed, so that a search can be repeated.
     seed = options.seed
     if seed is None:
         seed = random.SystemRandom().randrange(2**32)
@@ -237,6 +242,7 @@ def main(argv: Sequence[str]) -> int:
         if options.then is not None:
             raise UsageError("--then belongs to --ranks, the composition that it goes on from")
         base = Base(words)
+        # Keys that the words set keep their value, so they are not drawn.
         given = parse_command_line(words, None, "config/ViT.yaml").keys()
         report.without_values = [key for key in keys_without_values(base.config) if key not in EXAMPLES]
         draws = Draws(base, all_choices(base.config, given), seed)
@@ -247,7 +253,7 @@ def main(argv: Sequence[str]) -> int:
             except KeyboardInterrupt:
                 was_interrupted = True  # what was found by then is told all the same
     else:
-        run_one(report, options, words)
+        run_one(report, options, words)  # told as it is, without shrinking
     print(report.text())
     if options.json:
         write_json(options.json, report.to_json())
@@ -258,12 +264,14 @@ def main(argv: Sequence[str]) -> int:
 
 def run_one(report: Report, options: argparse.Namespace, words: Sequence[str]) -> None:
     """Run the composition that a command names, and put what comes out into a report."""
+    # The words are choices of the composition, so nothing is left for the base.
     base = Base([])
     composition = named_composition(options.ranks, words, options.then)
     with Judge(base, options.patience) as judge:
         verdict = judge.judge(composition)
     report.results[verdict.result] += 1
     if verdict.result == REFUSED:
+        # Whoever names one composition wants to know why it is refused.
         raise UsageError(verdict.text)
     if verdict.result == FINDING:
         report.findings.append(Finding(composition, verdict, base.command(composition)))

@@ -85,6 +85,7 @@ def try_out(rank: Process, trial: Trial) -> Outcome:
 
 def train(rank: Process, trial: Trial) -> Outcome:
     """Build a training, or refuse it; make its steps, and look at what is there at the end."""
+    # A rank that refuses alone would leave the others waiting, so all of them refuse.
     config = trial.case.config
     try:
         step = agreement.raise_on_all_ranks(lambda: build_wide_step(config, rank.device))
@@ -160,6 +161,7 @@ def batches(
     random = torch.Generator().manual_seed(config.seed)
     for i in range(stop):
         x, y = step.task.random_batch(random)
+        # Batches of earlier steps are drawn too, so that a resumed run meets the ones that it would have met.
         if i < start:
             continue
         steps = [steps for first, steps in config.rollout_stages if first <= i][-1]
@@ -197,9 +199,11 @@ def replicas_apart(step: TrainingStep) -> list[str]:
             place.append(comm.get_rank("tp"))
         if part.spec is not None:
             place += [comm.get_rank("domain_lat"), comm.get_rank("domain_lon")]
+        # Bytes are compared: two NaN are the same, and 0 and -0 are not.
         raw = part.value.cpu().contiguous().flatten().view(torch.uint8)
         held[name] = tuple(place), hashlib.sha256(raw.numpy().tobytes()).digest()
     of_places: dict[tuple[str, Any], set[bytes]] = {}
+    # Ranks of one place hold copies, so they must have one digest.
     for of_rank in comm.gather(held):
         for name, (where, digest) in of_rank.items():
             of_places.setdefault((name, where), set()).add(digest)

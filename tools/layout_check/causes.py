@@ -30,7 +30,7 @@ from utils.yaml_files import read_mappings
 
 GROUPS = ("tp", "cp", "domain", "dp", "image", "grad_reduce")  # in which ranks may hold parts of one sum
 SIZES = ("dp", "tp", "cp", "domain", "pp", "grad_reduce")  # by which a number may be wrong
-CAUSES = "tools/layout_check/causes.yaml"
+CAUSES = "tools/layout_check/causes.yaml"  # {stage: {some, all, ...: text}}
 LATER = "weights after a later step"
 RANDOM = "random numbers: each layout has other streams of them; without them (dropout 0) the rest can be compared"
 NARROW = 1e-5  # a relative error that rounding to float32 may lead to, in a comparison in float64
@@ -78,6 +78,7 @@ class Apart:
         is_right = False
         if x is not None and self.wanted is not None and x.shape == self.wanted.shape:
             is_right = bool((difference(x, self.wanted) <= self.limit).all())
+        # A rank without a part takes part in the gather too, or the others would wait for it.
         return comm.gather(is_right)
 
 
@@ -97,12 +98,14 @@ def cause(apart: Apart) -> str:
     is_of_samples = not apart.is_of_some and apart.stage not in (BATCH, INITIAL) and "BatchNorm" not in apart.kind
     if is_of_samples and (names := _buffers_of_own_samples(apart.found)):
         return of_stages["options"]["buffers of own samples"].format(", ".join(names[:SHOWN]))
+    # All ranks run the same code, so where some alone differ their data or their state does.
     if apart.is_of_some:
         who = f"rank {apart.ranks[0]} alone"
         if len(apart.ranks) > 1:
             who = f"ranks {', '.join(map(str, apart.ranks))} alone"
         what = "input" if apart.stage == FORWARD and apart.input_is_right is False else "some"
         return f"{who}: {of_stage[what].format(apart.kind)}"
+    # A comparison in float64 shows the rounding of a module that computes in float32.
     is_wide = torch.get_default_dtype() == torch.float64
     if apart.stage == FORWARD and is_wide and apart.error < NARROW:
         return of_stages["options"]["narrow"].format(apart.kind)
@@ -119,6 +122,7 @@ def _of_options(apart: Apart, texts: dict[str, str]) -> str:
     """Explain a difference as small as rounding by an option of the layout that rounds what is sent."""
     if apart.error > COARSE:
         return ""
+    # Gradients are reduced after the forward pass, so nothing up to it has the rounding of what was sent.
     config, is_reduced = apart.config, apart.stage not in (BATCH, INITIAL, FORWARD)
     if config.gather_dtype != "none" and apart.stage not in (BATCH, INITIAL):
         return texts["gather_dtype"].format(config.gather_dtype)
@@ -130,6 +134,7 @@ def _of_options(apart: Apart, texts: dict[str, str]) -> str:
 def _of_pattern(apart: Apart) -> str:
     """Explain a difference by sums over groups of ranks, by a factor, or by its place; "" where none of them fits."""
     wanted, stage, first = apart.wanted, apart.stage, apart.ranks[0]
+    # Every condition is gathered or the same on all ranks, so that they take the same branch and no gather hangs.
     is_together = all(comm.gather(wanted is not None))
     is_beside, factor = False, None
     if wanted is not None:
@@ -141,6 +146,8 @@ def _of_pattern(apart: Apart) -> str:
     has_other_samples = stage == FORWARD and apart.config.gradient_accumulation > 1 and _has_other_samples(apart)
     if all(comm.gather(has_other_samples)):
         return "micro-batches hold other samples than on one device, or in another order"
+
+    # One factor for the whole tensor shows a mean or a sum that was taken wrongly, or twice.
     mean_is_right = stage == GRADIENT and is_together and not apart.is_of_some and _mean_is_right(apart)
     factors = comm.gather(factor)
     if (size := factors[first]) and not apart.is_of_some:
@@ -152,6 +159,8 @@ def _of_pattern(apart: Apart) -> str:
     if mean_is_right:
         samples = ", or micro-batches are left out" if apart.config.gradient_accumulation > 1 else ""
         return f"the gradients of the ranks are right, but not averaged over {_group('grad_reduce')}{samples}"
+
+    # A rank that holds a part of a sum has the right tensor once the parts of a group are added up.
     is_computed = stage not in (BATCH, INITIAL, RELOADED, MOMENTS)
     if is_together and is_computed and not apart.is_of_some and len(set(comm.gather(apart.value.shape))) == 1:
         for group in GROUPS:
@@ -166,7 +175,7 @@ def _has_other_samples(apart: Apart) -> bool:
     if wanted is None or value.shape != wanted.shape or value.dim() == 0:
         return False
     for sample in value:
-        largest = difference(sample.expand_as(wanted), wanted).flatten(1).amax(1)
+        largest = difference(sample.expand_as(wanted), wanted).flatten(1).amax(1)  # (B,), by right sample
         if not (largest <= apart.limit).any():
             return False
     return True
@@ -178,6 +187,7 @@ def _mean_is_right(apart: Apart) -> bool:
     if not all(comm.gather(before is not None)):
         return False
     assert before is not None
+    # Training should have made this reduction: a mean over all ranks that share the gradient.
     mean = _summed(before.value / comm.get_size("grad_reduce"), "grad_reduce")
     return apart.is_wanted(mean)[apart.ranks[0]]
 
@@ -217,6 +227,7 @@ def _factor(got: Tensor, wanted: Tensor, limit: float) -> float | None:
         return None
     largest = wanted.abs().max()
     tolerance = limit / largest.item()
+    # Least squares: <got, wanted> / <wanted, wanted> is the factor with the smallest rest.
     factor: float = ((got * wanted).sum() / square).item()
     difference = got - factor * wanted
     rest = (difference.abs().max() / largest).item()
@@ -229,7 +240,8 @@ def _is_beside_cuts(apart: Tensor) -> bool:
     if apart.dim() < 4 or not apart.any():
         return False
     for dim in range(2, apart.dim()):
-        rows = apart.amax([d for d in range(apart.dim()) if d != dim])
+        rows = apart.amax([d for d in range(apart.dim()) if d != dim])  # (H,) or (W,): whether anything in it differs
+        # Deep in a model a halo has reached several rows, so up to a quarter on each side counts as its place.
         edge = max(1, len(rows) // 4)
         if len(rows) > 2 and not rows[edge:-edge].any():
             return True
@@ -238,6 +250,7 @@ def _is_beside_cuts(apart: Tensor) -> bool:
 
 def _by_factor(factor: float, micro_batches: int) -> str:
     """Explain a constant factor by the size of a group of ranks, or by the number of micro-batches."""
+    # A factor may be the size of a group, or one divided by it.
     for size, what in (
         (factor, "{} times what it should be: reduced twice, or a sum where a mean belongs, over {}"),
         (1 / factor, "1/{} of what it should be: a mean where a sum belongs, or divided twice, over {}"),

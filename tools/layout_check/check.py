@@ -41,6 +41,7 @@ from utils.errors import ArgumentParser
 from utils.files import write_json
 from utils.schema import Config
 
+# Compared unless --layouts names others.
 LAYOUTS = ("dp2", "dp2,data_parallel=fsdp", "domain2")
 SHOWN = 4  # names of outputs that could not be compared
 # Random streams and rounding of one's own would hide a difference.
@@ -94,6 +95,7 @@ def record_serially(
 ) -> str:
     """On a single rank: record it into a file. Returns why its state cannot be saved and read back, or ""."""
     training = in_dtype(rank, case, dtype, read_data, state_folder(file, case))
+    # Gradients before their reduction are looked up on the ranks alone, so they have no counterpart here.
     parts: dict[Key, Tensor] = {}
     for key, part in training.found.items():
         if key[0] != UNREDUCED:
@@ -125,6 +127,7 @@ def in_dtype(
     try:
         return record(case.config, rank.device, read_data, folder)
     finally:
+        # The process serves other cases after this one.
         torch.set_default_dtype(torch.float32)
 
 
@@ -138,10 +141,12 @@ def compare(
     """On every rank of a layout: where it first differs from one device. file: of record_serially."""
     training = in_dtype(rank, case, dtype, read_data, state_folder(file, case))
     tolerance = TOLERANCES[dtype]
-    serial = torch.load(file, mmap=True, weights_only=True)
+    serial = torch.load(file, mmap=True, weights_only=True)  # one copy in memory for all ranks
     wholes: dict[Key, Tensor] = serial["parts"]
     errors, wanted = errors_of(training.found, wholes, case.config.gradient_accumulation)
     seen = comm.gather(errors)
+
+    # A weight that one device lacks has nothing to be compared with.
     extra = _extra_weights(training, wholes)
     if extra:
         untied = "one device has no such weight: a weight that several layers share has come apart"
@@ -166,9 +171,11 @@ def compare(
         result.kind = serial["kinds"].get(module, "")
         result.first_error = max(of_key)
         result.ranks = [r for r, error in enumerate(of_key) if error > tolerance]
+        # No two layouts draw the same random numbers, so no pattern would explain anything here.
         if stage == FORWARD and module in serial["drawing"]:
             result.cause = causes.RANDOM
             break
+        # A module with a wrong input is not the cause of its wrong output.
         input_errors = [of_rank[INPUT, name] for of_rank in seen if (INPUT, name) in of_rank]
         apart = Apart(
             key,
@@ -177,7 +184,7 @@ def compare(
             result.first_error,
             training.found,
             wanted.get(key),
-            limit=tolerance * size_of(wholes[key]),
+            limit=tolerance * size_of(wholes[key]),  # absolute, for this tensor
             config=case.config,
             input_is_right=max(input_errors) <= tolerance if input_errors else None,
         )
@@ -198,6 +205,7 @@ def not_compared(ordered: Sequence[Key], compared: set[Key]) -> list[str]:
     names = []
     for stage, name in ordered:
         is_of_a_read_state = stage in (RELOADED, MOMENTS)  # which is not there where it cannot be saved
+        # The stages of a pipeline are called one by one, so the model as a whole (the name "") has no output.
         is_of_no_stage = not name and comm.get_size("pp") > 1
         if (stage, name) not in compared and not is_of_a_read_state and not is_of_no_stage:
             names.append(name)
@@ -211,6 +219,7 @@ def as_text(results: Sequence[Result], dtype: str) -> str:
     lines.append(f"relative, in {dtype}; up to {TOLERANCES[dtype]:.0e} counts as equal")
     if not any(r.unsaved for r in results):
         lines.append("weights, buffers and moments were saved and read back in each layout")
+    # A layout may have several lines: it may not be saved, differ, and leave outputs out.
     for r in results:
         if r.unsaved:
             lines.append(f"\n{r.layout}: its state cannot be saved and read back: {r.unsaved}")
@@ -239,10 +248,12 @@ def cases_of(words: Sequence[str], layouts: Sequence[str]) -> list[Case]:
     names_a_file = any(word.startswith("--yaml_config") for word in words)
     given = [] if names_a_file else ["--yaml_config=config/ViT.yaml"]
     cases = [build_case("one device", "train.py", [*given, *words], 1)]
+    # Every layout trains on the batch of one device, whatever its number of ranks.
     batch = [f"--global_batch_size={cases[0].config.global_batch_size}"]
     for text in layouts:
         sizes, ranks = parse_layout(text, ("tp", "cp", "pp", "domain", "dp"))
         splits = {option: sizes[dim] for dim, option in OPTIONS.items()}
+        # The script follows from what is split, as a user would have to choose it.
         script = script_of(splits)
         cases.append(build_case(text, script, [*given, *split_words(sizes), *words, *batch], ranks))
     return [replace(case, config=plain(case.config)) for case in cases]
@@ -263,11 +274,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--read_data", action="store_true", help="train on the config's data, not on random numbers")
     parser.add_argument("--json", metavar="FILE", help="write the results")
     options, words = parser.parse_known_args(argv)
+    # One device comes first, since its record is what every layout is compared with.
     serial, *cases = cases_of(words, options.layouts)
     check_machine(cases)
     with tempfile.TemporaryDirectory() as folder, Teams(serial.config) as teams:
         file = Path(folder) / "one_device.pt"
         shared = (file, options.dtype, options.read_data)
+        # A model that one device cannot save is reported, and its layouts are compared all the same.
         (unsaved,) = teams.call(1, record_serially, serial, *shared)
         results = []
         if unsaved:
@@ -277,5 +290,6 @@ def main(argv: Sequence[str]) -> int:
             results.append(result)
     print(as_text(results, options.dtype))
     if options.json:
+        # The property `equal` is no field, so asdict leaves it out.
         write_json(options.json, [asdict(r) | {"equal": r.equal} for r in results])
     return 0 if all(result.equal for result in results) else 1

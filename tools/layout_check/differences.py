@@ -38,6 +38,7 @@ def errors_of(
     All ranks call it together. wholes: the tensors of one device. micro_batches: of a step, among which the samples of
     a batch are dealt.
     """
+    # Where a part begins follows from the sizes of all others: [(coordinates, {key: shape}) of each rank].
     shapes = comm.gather((coordinates(), {key: part.shape for key, part in found.items()}))
     # Of gradients the model's largest counts as well, see scale_of.
     scales = {stage: largest_of_stage(wholes, stage) for stage in (GRADIENT, CLIPPED)}
@@ -105,6 +106,7 @@ def scale_of(key: Key, whole: Tensor, scales: Mapping[str, float]) -> float:
         return own
     if not whole.any():
         own = 0.0
+    # With the scale below, a difference is equal up to `rounding_of` times the model's largest gradient.
     tolerance = TOLERANCES[str(torch.get_default_dtype()).removeprefix("torch.")]
     of_the_model = scales[key[0]] * rounding_of(torch.get_default_dtype()) / tolerance
     return max(own, of_the_model) or 1.0
@@ -155,6 +157,7 @@ def expected_part(
             start = start_along(key, dim, names, whole.shape[dim], shapes)
             if start is None:
                 continue
+            # Samples are dealt out by micro-batch, so a rank's samples are no range. All other parts are ranges.
             if names == ("dp",):
                 own = own_positions(len(whole), comm.get_rank("dp"), comm.get_size("dp"), micro_batches)
                 whole = whole[own]
@@ -163,6 +166,7 @@ def expected_part(
             break
     if whole.shape != part.shape:
         return None
+    # So far the part is that of all domain ranks together; its Spec says where this rank's lies in it.
     return part_of(whole, part.spec) if part.spec else whole
 
 
@@ -176,6 +180,7 @@ def start_along(
     """Where this rank's part begins, if the ranks along these dimensions of the mesh hold such a length together."""
     here = coordinates()
     own = [here[name] for name in names]
+    # Ranks that differ in these coordinates alone hold the length together, in the order of their coordinates.
     total, start = 0, 0
     for there, sizes in shapes:
         is_beside = all(there[name] == here[name] for name in here if name not in names)
@@ -199,4 +204,5 @@ def splits_of(
         return [("dp",)]
     if dims > 3:  # images, (B, C, H, W)
         return [("cp",), ("domain_lat",)] if dim == 2 else [("domain_lon",)]
+    # Features lie on tp; tokens on cp, on tp (sequence parallelism), or on both.
     return [("tp",)] if dim == dims - 1 else [("cp",), ("tp",), ("cp", "tp")]  # tokens, (B, N, D), or (B, D)

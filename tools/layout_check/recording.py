@@ -119,6 +119,7 @@ def record(
     model = step.parallel.model
     found = Record()
     drawing = set[str]()
+    # Hooks run in the order of their registration, so the recorder's clipped gradients are without rounding.
     step.optimizer.register_step_pre_hook(lambda *_: drop_rounding(model))
     batches = read_batches(step) if read_data else random_batches(step)
     for i, (x, y) in enumerate(batches):
@@ -131,6 +132,7 @@ def record(
             found |= weights(step, INITIAL)
             with recorded(step, found, drawing):
                 loss = step(i, x, y).loss.clone()
+            # The loss of the whole batch is the mean over all ranks.
             mean = comm.all_reduce(loss) / comm.world_size()
             found[LOSS, "of step 1"] = Part(mean)
         found |= weights(step, UPDATES[i])
@@ -195,6 +197,7 @@ def drop_rounding(model: nn.Module) -> None:
             part = grad.to_local() if isinstance(grad, DTensor) else grad
             gradients.append(part)
     sizes_here = [grad.abs().max().item() for grad in gradients if grad.numel()]
+    # All ranks need one limit, so that they drop the same elements of a gradient; a rank may hold none.
     largest = max(comm.gather(max(sizes_here, default=0.0)))
     for grad in gradients:
         sizes = grad.abs()
@@ -227,7 +230,7 @@ def random_batches(step: TrainingStep) -> Iterable[tuple[Tensor, ...]]:
 def read_batches(step: TrainingStep) -> Iterable[tuple[Tensor, ...]]:
     """Batches of this rank's loader, (input, target) of each step, in the default dtype."""
     loader, valid_loader = step.task.build_loaders(step.device)
-    valid_loader.close()
+    valid_loader.close()  # validation data are not compared
     for batch in loader.train(step.config.seed, 0, STEPS):
         copies = []
         for part in batch:
@@ -271,6 +274,7 @@ def recorded(step: TrainingStep, found: Record, drawing: set[str]) -> Iterator[N
     recorder.add_hooks()
     update = step.update
 
+    # The update clips gradients, so they are kept before it begins.
     def recorded_update(log_norm):
         recorder.keep_gradients(GRADIENT)
         return update(log_norm)
@@ -362,6 +366,7 @@ class Recorder:
     def _keep(self, key: Key, tensor: Any) -> None:
         """Keep a tensor of a forward pass; what is computed again in the backward pass is not kept."""
         if self.is_inside and torch.is_grad_enabled() and isinstance(tensor, Tensor):
+            # The number of tensors kept so far gives the order of execution.
             place = sum(map(len, self.calls.values()))
             self.calls[key].append((place, part_of_rank(tensor)))
 
@@ -397,7 +402,7 @@ class Recorder:
             times = len(parts) // micro_batches  # calls of the module in a forward pass
             for i in range(times):
                 place, first = parts[i]
-                values = [part.value for _, part in parts[i::times]]
+                values = [part.value for _, part in parts[i::times]]  # of the i-th call in each micro-batch
                 spec = first.spec
                 if spec and micro_batches > 1:
                     samples = spec.shape[0] * micro_batches

@@ -16,6 +16,7 @@ from utils.errors import first_line
 
 def save_state(step: TrainingStep, folder: CheckpointFolder, iteration: int) -> None:
     """Save weights, buffers, moments and averages of a training, on all its ranks together."""
+    # Each data-parallel rank has running statistics of its own; a checkpoint holds those of the first one.
     step.parallel.share_buffers()
     view = global_view(state_of(step), step.parallel.split)
     folder.save(iteration, storable(view), {"extra": collect_extra(step.parallel.model)}, wait=True)
@@ -26,7 +27,9 @@ def load_state(step: TrainingStep, folder: CheckpointFolder) -> int:
     tensors, split = state_of(step), step.parallel.split
     view = global_view(tensors, split)
     marker = folder.load_newest(storable(view))
+    # Every caller has saved a state before.
     assert marker is not None
+    # Tensors that the domain ranks split were gathered for the view, so each rank takes its part of what was read.
     take_parts(tensors, view, split)
     restore_state(tensors, step.parallel.model, step.optimizer, extra=marker["trainer"]["extra"])
     return marker["iteration"]
@@ -43,6 +46,7 @@ def state_of(step: TrainingStep) -> State:
 def storable(view: State) -> State:
     """The same memory, as numbers that the format of checkpoints has: complex128 as pairs of float64."""
 
+    # view_as_real shares the memory of its argument, so a checkpoint is read into the tensor itself.
     def pairs(value: Any) -> Any:
         is_wide = isinstance(value, Tensor) and value.dtype == torch.complex128
         return torch.view_as_real(value) if is_wide else value
@@ -55,6 +59,7 @@ def why_not_saved(step: TrainingStep, fresh: TrainingStep, path: Path) -> str:
 
     path: a folder for it, the same on all ranks. The fresh training has the state then.
     """
+    # One state is enough, since it is read back at once.
     folder = CheckpointFolder(path, keep=1)
     try:
         save_state(step, folder, 1)
