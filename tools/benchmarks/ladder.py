@@ -97,7 +97,7 @@ class Climb:
             flops = speed * flops_per_sample
             # A measured peak is never too high, so the best of all turns counts.
             peak = max(turn["matmul_flops_per_sec"] for turn in turns)
-            losses = turns[-1]["losses"]  # of all iterations so far
+            losses = turns[-1]["losses"]  # every iteration so far has one
             rows.append(
                 {
                     "step": name,

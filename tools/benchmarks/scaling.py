@@ -31,7 +31,7 @@ from utils.launch import read_launch
 from utils.schema import key
 from utils.signals import StopRequest
 
-POLL_SECONDS = 0.1  # between two looks at a run, and at a request to stop
+POLL_SECONDS = 0.1  # a run, and a request to stop, are looked at so often
 GPUS_PER_NODE = 4  # as in the submit scripts
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]+$")]
 

@@ -138,7 +138,7 @@ def _patch_layers(down, across):
         return F.conv2d(x, w, b, stride=w.shape[-1])
 
     for channels, size, width in PATCHES:
-        flops = 8 * down * across * channels * size**2 * width  # of four images
+        flops = 8 * down * across * channels * size**2 * width  # the four images included
         images = (4, channels, down * size, across * size)
         kernel = (width, channels, size, size)
         yield _Layer(flops, embed_patches, ((width,), images, kernel))

@@ -67,7 +67,7 @@ class Teams(AbstractContextManager):
         self.patience = patience
         self.context = context
         self.tells = tells
-        self.running: dict[int, Pool] = {}  # by number of ranks
+        self.running: dict[int, Pool] = {}  # {ranks: their pool}
 
     def call(
         self,

@@ -74,7 +74,7 @@ class Tracker(Watch):
         self.sent_forward = set[int]()
         self.operations = Counter[Operation]()
         self.messages = Counter[Message]()
-        self.numbers = count()  # of storages, whose addresses are used again
+        self.numbers = count()  # one for each storage, since addresses are used again
         self.storages: dict[int, tuple[int, int, weakref.ref]] = {}
         self.saved = set[int]()
         self.labels: dict[int, str] = {}  # {number of a storage: its use}
