@@ -78,11 +78,12 @@ def measure_case(
         fraction = min(1, limit / total) if limit else 1
         gpu.set_per_process_memory_fraction(fraction)
         gpu.reset_peak_memory_stats()
-    before = gpu.memory_allocated() if gpu else 0
+    before = gpu.memory_allocated() if gpu else 0  # none of the case's
     built = RankCase(rank, case)
     warm_up = built.forecast if inference else built.train
     warm_up(WARMUP_STEPS)
     figures: dict[str, Any] = {"seconds": built.seconds(steps, inference)}
+    # Measuring memory and messages slows a step down, so it comes after the timed steps.
     if first:
         peak = gpu.max_memory_allocated() - before if gpu else 0  # its allocator knows better
         curve: list[tuple[str, int]] = []
@@ -95,9 +96,11 @@ def measure_case(
         memory["peak"] = most
         if case.config.tp_backend == "dtensor":  # a saved DTensor has the size of the whole, not of its part
             memory["activations"] = None
+        # A CPU has no allocator that knows the limit, so its tensors are compared afterwards.
         if limit and most > limit:
             raise MemoryError(f"{most:.0f} bytes of tensors: the limit is {limit:.0f}")
         figures |= {"memory": memory, "messages": trace.messages, "curve": thinned(curve)}
+    # The next case finds the device empty.
     del built
     empty_cache(rank.device)
     return figures
@@ -132,7 +135,7 @@ def row_of(case: Case, turns: list[Any]) -> dict[str, Any]:
         seconds.append(statistics.harmonic_mean(of_ranks))
     median = statistics.median(seconds)
     first_turn = turns[0]  # in which memory and messages were measured
-    memory = DataFrame([figures["memory"] for figures in first_turn], dtype=float)
+    memory = DataFrame([figures["memory"] for figures in first_turn], dtype=float)  # (ranks, uses) bytes
     messages = [figures["messages"] for figures in first_turn]
     return row | {
         "seconds": median,

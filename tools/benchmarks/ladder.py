@@ -54,6 +54,7 @@ def ladder(
     Those of TRIED are measured in their place but not kept.
     """
     device = select_device(config.device)
+    # A step that this machine cannot run stays in the list, so that the output says why it was skipped.
     reasons = {
         "DALI": None if installed("nvidia.dali") else "not installed (requirements/dali.txt)",
         "TF32": None if device.type != "cpu" else "needs a GPU",
@@ -61,8 +62,10 @@ def ladder(
         "deterministic": None if device.type != "cpu" else "needs a GPU: a CPU's kernels repeat their numbers",
         "CUDA graphs": None if device.type == "cuda" else "needs a GPU",
     }
+    # A missing GPU is the better reason: an installed package would not help there.
     if not has_float8(device):
         reasons["fp8"] = "needs a GPU with 8-bit products"
+    # The first two steps differ in their data workers alone. A file has the options of the others.
     steps = {f"{number} workers": {"num_data_workers": number} for number in (0, workers)}
     return [(name, extra, reasons.get(name)) for name, extra in (steps | read_mappings(STEPS, "steps")).items()]
 
@@ -88,12 +91,14 @@ class Climb:
         samples = self.steps * self.config.global_batch_size
         flops_per_sample = training_flops(self.config)
         for name, turns in self.turns.items():
+            # The median leaves out a turn that the machine has slowed down.
             speed = statistics.median(samples / turn["seconds"] for turn in turns)
             seconds = sum(turn["seconds"] for turn in turns)
             waited = sum(turn["wait"] for turn in turns)
             flops = speed * flops_per_sample
+            # A measured peak is never too high, so the best of all turns counts.
             peak = max(turn["matmul_flops_per_sec"] for turn in turns)
-            losses = turns[-1]["losses"]
+            losses = turns[-1]["losses"]  # every iteration so far has one
             rows.append(
                 {
                     "step": name,
@@ -108,6 +113,7 @@ class Climb:
                     "loss": losses[-1],
                 }
             )
+            # The next step is compared with the last one that was kept.
             if name not in TRIED:
                 kept = speed
         return rows
@@ -126,6 +132,7 @@ class Climb:
         """Print the row of a step on stderr, where its turns are told, and write all figures to the file."""
         (row,) = [row for row in self.rows() if row["step"] == name]
         header, rule, line = format_tables("ladder", [row]).splitlines()
+        # The header stands once, above the first step.
         if len(self.turns) == 1:
             print(header, rule, sep="\n", file=sys.stderr)
         print(line, file=sys.stderr, flush=True)
@@ -157,6 +164,7 @@ def run(
         able = {name: extra for name, extra, reason in climbed if not reason}
         for number, name, extra in in_turns(able, rounds, known.failed):
             try:
+                # The options of a step depend on which earlier ones have worked, so it is built only here.
                 if number == 0:
                     own = config.model_copy(update={**options, **extra})
                     teams[name] = stack.enter_context(Teams(own, whole_machine=True))
@@ -169,6 +177,7 @@ def run(
                     raise
                 known.failed[name] = first_line(error)
                 known.turns.pop(name, None)
+            # Later steps add to the options of every step that works and is kept.
             if number == 0 and name not in (*TRIED, *known.failed):
                 options |= extra
         for name in known.turns:
@@ -203,14 +212,16 @@ def _start(rank: Process, config: Config, delay: float = 0.0) -> None:
     delay: seconds that each read of a sample takes longer.
     """
     loader, valid_loader = build_task(config).build_loaders(rank.device)
-    valid_loader.close()
+    valid_loader.close()  # only training is timed
     if delay:
         loader.dataset.read = partial(_read_late, loader.dataset.read, delay)  # type: ignore[method-assign]
     step = build_step(config, rank.device, config.config)
-    batches = loader.train(config.seed, 0, 10**9)
+    batches = loader.train(config.seed, 0, 10**9)  # more iterations than any ladder makes
+    # A CUDA graph queues its work at once, so that its phases cannot be told apart.
     times = PhaseTimes(rank.device, not config.enable_cuda_graphs)
     rank.kept = {"step": step, "loader": loader, "batches": batches, "losses": [], "times": times}
     _train(rank, LEAD_IN + 1)
+    # Steps that wait share the GPU with the one that trains, so none keeps what compilation has allocated.
     empty_cache(rank.device)
 
 
@@ -231,6 +242,7 @@ def _train(rank: Process, steps: int) -> None:
 
 def _turn(rank: Process, steps: int) -> dict[str, Any]:
     """One turn of so many timed steps: seconds, those of them waited for data, memory, and all losses so far."""
+    # Batches that were read while other steps trained would make this one look faster.
     _train(rank, LEAD_IN)
     times: PhaseTimes = rank.kept["times"]
     with times.listening():
@@ -240,9 +252,10 @@ def _turn(rank: Process, steps: int) -> dict[str, Any]:
     dtype = AMP_DTYPES.get(rank.kept["step"].config.amp_mode, torch.float32)
     matmul = matmul_flops_per_sec(rank.device, dtype)
     empty_cache(rank.device)
+    # The next turn counts its own peak, without these products.
     if gpu := device_module(rank.device, "reset_peak_memory_stats"):
         gpu.reset_peak_memory_stats(rank.device)
-    losses = torch.stack(rank.kept["losses"]).tolist()
+    losses = torch.stack(rank.kept["losses"]).tolist()  # (iterations,)
     return {
         "seconds": seconds,
         "wait": by_phase["data"] * steps,
@@ -272,5 +285,6 @@ def matmul_flops_per_sec(device: torch.device, dtype: torch.dtype) -> float:
         if n == largest or seconds > ENOUGH_SECONDS:
             break
         n *= 2
+    # Whatever else the machine does only slows a product down, so the fastest one is the peak.
     times = [timed(device, torch.mm, a, b)[0] for _ in range(5)]
-    return 2 * n**3 / min(times)
+    return 2 * n**3 / min(times)  # n^3 multiplications and as many additions

@@ -31,6 +31,7 @@ from utils.command_line import choices
 from utils.config import load_config
 from utils.errors import UsageError
 
+# PRESETS takes these layouts where a command names none.
 STRATEGIES = choices("data_parallel")
 LAYOUTS = (
     "tp2",
@@ -80,9 +81,10 @@ def run(
     groups = _build_groups(preset, words, layouts, sizes)
     cases = [case for group in groups.values() for case in group]
     device = check_machine(cases)
-    limit = memory_limit_gib and memory_limit_gib * GIB
+    limit = memory_limit_gib and memory_limit_gib * GIB  # bytes
     turns = _measure(groups, steps, rounds, limit, inference)
 
+    # Each group has a yardstick of its own, its first case.
     rows: list[dict[str, Any]] = []
     for size, group in groups.items():
         rows_of_group: list[dict[str, Any]] = [{"size": size} | row_of(case, turns[case]) for case in group]
@@ -99,6 +101,7 @@ def run(
             sent = sent_in(row, phase)
             if sent["kinds"]:
                 messages.append(row | sent | {"pass": phase})
+    # Speed and memory are two tables of the same rows.
     shown = [in_columns(row) for row in rows]
     if inference:
         print(format_tables("inference", shown, messages))
@@ -126,6 +129,7 @@ def _build_groups(
     usual_layouts, usual_sizes, cases_of, template = PRESETS[preset]
     groups = {}
     for size in sorted(set(sizes or usual_sizes)):
+        # A size of None stands for that of the words, and has no name.
         name = template.format(size) if size else ""
         groups[name] = cases_of(words, layouts or usual_layouts, size)
     return groups
@@ -144,6 +148,7 @@ def _measure(
     for size, group in groups.items():
         for case in group:
             turns[case] = []
+            # A layout may be measured at several sizes, so the size belongs to its name.
             named[f"{case.name} {size}"] = case
     config = next(iter(turns)).config
     without_memory: set[str] = set()
@@ -152,6 +157,7 @@ def _measure(
             is_first = number == 0
             figures = turn(teams, case, steps, limit, is_first, inference)
             turns[case].append(figures)
+            # A case that lacks memory once would lack it in every round.
             if figures is None:
                 without_memory.add(name)
     return turns
@@ -164,6 +170,7 @@ def _compare_with_first(row: dict[str, Any], first: dict[str, Any]) -> None:
     # The two are compared within each round, since the machine may be slower in another one.
     speedups = []
     for own, other in zip(row["seconds_of_rounds"], first["seconds_of_rounds"], strict=True):
+        # The batches of the two may differ, so samples per second are compared.
         own_speed = row["batch"] / own
         first_speed = first["batch"] / other
         speedups.append(own_speed / first_speed)
@@ -184,8 +191,11 @@ def strategy_cases(
         f"--local_batch_size={batch}",
         f"--global_batch_size={batch * size}",
     ]
+    # Independent ranks do the same work without messages: whatever a strategy loses against them is the cost of
+    # communication.
     independent = [*words, "--data_parallel=ddp", "--noddp"]
     cases = [build_case(INDEPENDENT, "train.py", independent, size)]
+    # A strategy that is named twice is measured once.
     for text in dict.fromkeys(strategies):
         strategy = text.partition(",")[0]
         cases.append(build_case(text, "train.py", [*words, f"--data_parallel={strategy}"], size))
@@ -202,9 +212,11 @@ def layout_cases(
     if size:
         words.append(f"--embed_dim={size}")
     cases = [build_case(ONE, "train_mp.py", words, 1)]
+    # Every layout has the batch of the one rank (strong scaling).
     batch = f"--global_batch_size={cases[0].config.global_batch_size}"
     for text in dict.fromkeys(layouts):
         sizes, ranks = parse_layout(text, ("tp", "cp", "pp", "dp"))
+        # The words follow the split, so that they win over its micro-batches.
         cases.append(build_case(text, "train_mp.py", [*split_words(sizes), *words, batch], ranks))
     return cases
 
@@ -219,6 +231,7 @@ def domain_cases(
     cases = [build_case(ONE, "train_shard.py", [*words, "--global_batch_size=1"], 1)]
     for text in dict.fromkeys(layouts):
         sizes, ranks = parse_layout(text, ("domain", "tp", "dp"))
+        # Options in a layout's name come last, so that 'domain2,data_parallel=ddp' overrides this strategy.
         strategy = "ddp" if sizes["domain"] == "1" else "fsdp"
         given = [
             *split_words(sizes),
@@ -234,6 +247,7 @@ def split_words(sizes: dict[str, str]) -> list[str]:
     """The options that split a model as parse_layout says, in micro-batches for a pipeline; other words may follow."""
     words = [f"--{option}={sizes[dim]}" for dim, option in OPTIONS.items()]
     stages = int(sizes["pp"])
+    # Fewer micro-batches would let the stages idle for longer.
     if stages > 1:
         words.append(f"--gradient_accumulation={2 * stages}")
     return words
@@ -258,6 +272,7 @@ def parse_layout(
             is_understood = False
             break
         dim, size = match.groups()
+        # Only an image is split along two sides.
         if "x" in size and dim != "domain":
             is_understood = False
             break
@@ -267,6 +282,7 @@ def parse_layout(
         raise UsageError(f"layout '{name}': expected sizes of {', '.join(dims)} joined by x, as {dims[0]}2xdp2")
     if ranks == 1:
         raise UsageError(f"layout '{name}': it has one rank, which is measured anyway")
+    # Dimensions that the name leaves out have size 1.
     return dict.fromkeys([*OPTIONS, "dp"], "1") | sizes, ranks
 
 
@@ -295,6 +311,7 @@ def in_columns(row: dict[str, Any]) -> dict[str, Any]:
         return row | {"ms": "out of memory"}
     columns = {name: size / MIB for name, size in row["memory"].items()}
     columns["states"] = sum(columns[name] for name in STATES)
+    # The range over the rounds tells how far the median can be trusted.
     if "speedup" in row:
         speedups = row["speedup_of_rounds"]
         columns["rounds"] = f"{min(speedups):.2f} to {max(speedups):.2f}"
@@ -311,7 +328,7 @@ def write_picture(path: str, figures: dict[str, Any]) -> None:
     figure, (memory_axes, speed_axes, sent_axes) = panels(len(rows), 3, 16)
 
     memory = DataFrame([row["memory"] for row in rows], labels)
-    held = memory[list(HELD)].fillna(0)
+    held = memory[list(HELD)].fillna(0)  # (layouts, uses) bytes
     draw_bars(memory_axes, held / MIB)
     finish(memory_axes, title=f"{figures['config']}: memory of a rank", xlabel="MiB")
 
@@ -349,6 +366,7 @@ def write_memory_picture(path: str, figures: dict[str, Any]) -> None:
         axes.axvline(number, color="black", linewidth=0.5, linestyle=":")
         above = axes.get_xaxis_transform()  # x counts phases, y is a fraction of the height
         axes.text(number + 0.5, 1.01, name, transform=above, ha="center", fontsize="small")
+    # Places inside a phase count allocations and not seconds, so the axis has no numbers.
     axes.set_xticks([])
     axes.set_ylim(bottom=0)
     finish(axes, xlabel="a training step, by allocations and releases", ylabel="MiB on rank 0")
@@ -373,6 +391,6 @@ def curve_of(curve: Sequence[Sequence[Any]]) -> tuple[list[float], list[float]]:
     sizes: list[float] = []
     for number, (_, points) in enumerate(stretches(curve)):
         count = len(points)
-        places += [number + i / count for i in range(count)]
+        places += [number + i / count for i in range(count)]  # number <= place < number + 1
         sizes += points
     return places, sizes

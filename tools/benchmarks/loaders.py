@@ -57,17 +57,18 @@ def run(
     measures = {name: measure for name, (measure, _) in loaders.items()}
     with tempfile.TemporaryDirectory() as folder:
         _write_frames(config, Path(folder), frames)
-        turns: list[dict[str, float]] = [{} for _ in range(rounds)]
+        turns: list[dict[str, float]] = [{} for _ in range(rounds)]  # {loader: samples/s} of each round
         for number, name, measure in in_turns(measures, rounds):
             _, stored = loaders[name]
             data = str(Path(folder) / stored)
+            # A task builds the loader of validation too, which needs a folder that exists.
             own = {"train_data_path": data, "valid_data_path": data, "num_data_workers": workers}
             turns[number][name] = measure(config.model_copy(update=own))
 
     # Ratios are taken within a round.
     speeds = DataFrame(turns)
     size = sample_bytes(config)
-    medians = speeds.median()
+    medians = speeds.median()  # (loaders,) samples/s
     ratios = speeds.div(speeds["plain"], axis=0).median()
     # The plain design on the same store shows what of a ratio is the store's, and what is the reader's.
     same_store = speeds.copy()
@@ -107,6 +108,7 @@ def _loaders(
         "plain": (plain, "hdf5"),
         "ours": (ours, "hdf5"),
     }
+    # Optional libraries add loaders, and a missing one is no error.
     if installed("nvidia.dali"):
         loaders["DALI"] = partial(_ours, batches, "dali", device), "hdf5"
     if installed("zarr"):
@@ -122,6 +124,7 @@ def _write_frames(config: Config, folder: Path, frames: int) -> None:
     Into a year file of HDF5 and, where zarr is installed, into the stores of STORES, of one chunk a frame. Raises
     UsageError where they are fewer than a batch.
     """
+    # Inputs and targets come from the same frames, which therefore have the channels of both.
     channels = max(config.n_in_channels, config.n_out_channels)
     height, width = config.img_size
     stored = FieldDataset(config.train_data_path, channels, config.img_size).files[0].fields
@@ -165,6 +168,7 @@ def _plain(count: int, config: Config) -> float:
         drop_last=True,
         num_workers=config.num_data_workers,
     )
+    # Every epoch starts the workers anew, as the plain design does.
     return _timed(chain.from_iterable(repeat(loader)), count, batch, torch.device("cpu"))
 
 
@@ -179,18 +183,19 @@ class PlainDataset(torch.utils.data.Dataset):
         self.path = path
         self.statistics = statistics
         self.fields: Any = None  # an h5py.Dataset or a zarr.Array, once it is open
-        self.samples = _open_fields(path).shape[0] - 1
+        self.samples = _open_fields(path).shape[0] - 1  # a sample is two frames
 
     def __len__(self) -> int:
         return self.samples
 
     def __getitem__(self, i: int) -> tuple[Tensor, ...]:
+        # Each worker opens the file for itself, since processes must not share a handle of HDF5.
         if self.fields is None:
             self.fields = _open_fields(self.path)
         return self._normalised(self.fields[i]), self._normalised(self.fields[i + 1])
 
     def _normalised(self, frame: np.ndarray) -> Tensor:
-        frame -= self.statistics.means
+        frame -= self.statistics.means  # indexing has made a new array
         frame /= self.statistics.stds
         return torch.from_numpy(frame)
 

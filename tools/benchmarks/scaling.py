@@ -32,7 +32,7 @@ from utils.launch import read_launch
 from utils.schema import key
 from utils.signals import StopRequest
 
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.1  # a run, and a request to stop, are looked at so often
 GPUS_PER_NODE = 4  # as in the submit scripts
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]+$")]
 
@@ -66,11 +66,13 @@ def run(
     """
     runs = build_runs(study_file, study, words)
     if only is not None:
+        # All jobs of an array have the same size, so `only` counts the runs of that size alone.
         ranks = read_launch().world_size
         runs = [run for run in runs if run.ranks == ranks]
         if only >= len(runs):
             raise UsageError(f"--only {only}: the study has {len(runs)} runs of {ranks} ranks, numbered from 0")
         chosen = runs[only]
+        # The script takes over this process, so that signals of Slurm reach it directly.
         os.execv(sys.executable, [sys.executable, chosen.script, *chosen.words])
     if list_runs:
         for run in runs:
@@ -84,12 +86,14 @@ def run(
     todo = {} if report_only else {run.name: run for run in runs}
     for _, _, run in in_turns(todo, 1):
         status = start(run)
+        # A request to stop holds for the runs that are left as well.
         if status == STOPPED_STATUS:
             print("stopped; repeat the command to resume")
             sys.exit(status)
         if status:
             failed.append(run.name)
             print(f"{run.name}: failed with status {status}", flush=True)
+    # The table also has the runs that earlier calls have finished.
     rows = collect(runs)
     print(format_tables("scaling", rows))
     missing = [run.name for run in runs if not summary_file(run).exists()]
@@ -110,7 +114,7 @@ def build_runs(path: str, name: str, words: list[str]) -> list[Case]:
     runs = []
     for layout, keys in study.layouts.items():
         options = study.options | keys
-        counts = options.pop("ranks", None)
+        counts = options.pop("ranks", None)  # no key of the config
         for ranks in counts if isinstance(counts, list) else [counts]:
             run_name = f"{layout}-{ranks}"
             with reported_as_usage_error(UsageError, f"{path}: {name}: {run_name}"):
@@ -120,7 +124,9 @@ def build_runs(path: str, name: str, words: list[str]) -> list[Case]:
                 own = [f"--yaml_config={SCRIPTS['train.py'].yaml_config}"]
                 for option, value in options.items():
                     own += option_words(option, value)
+                # Each run has a folder of its own, where a repeated command finds it again.
                 own += [*words, f"--run_num={name}-{run_name}"]
+                # Weak scaling fixes the batch of a rank, whatever the words say about the whole batch.
                 if study.batch_per_rank:
                     own.append(f"--global_batch_size={study.batch_per_rank * ranks}")
                 runs.append(build_case(run_name, script, own, ranks))
@@ -139,12 +145,13 @@ def start(run: Case) -> int:
     with StopRequest() as stop:
         process = subprocess.Popen(
             command,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
+            env={"OMP_NUM_THREADS": "1", **os.environ},  # unless the user has set it
             start_new_session=True,  # or Ctrl-C would reach it twice
         )
         while process.poll() is None and not stop.made:
             time.sleep(POLL_SECONDS)
         if stop.made:
+            # The run saves its state on SIGTERM, so it is waited for and not killed.
             process.terminate()
         status = process.wait()
     return STOPPED_STATUS if stop.made else status
@@ -154,6 +161,7 @@ def array_jobs(runs: Sequence[Case], words: Sequence[str]) -> list[str]:
     """A command for each number of ranks: an array of jobs, of which each task is one run. words: of benchmark.py."""
     lines = []
     for ranks, tasks in Counter(run.ranks for run in runs).items():
+        # All tasks of an array ask for the same nodes, so each number of ranks has an array of its own.
         request = [*on_nodes(ranks, GPUS_PER_NODE), f"--array=0-{tasks - 1}"]
         lines.append(shlex.join(["sbatch", *request, "submit_scaling.sh", *words]))
     return lines
@@ -175,14 +183,14 @@ def collect(runs: Sequence[Case]) -> list[dict[str, Any]]:
             "batch": batch,
             "samples_per_sec": speed,
             "device_hours": run.ranks * batch * summary["iterations"] / speed / 3600,
-            "val_loss": summary.get("val_loss"),
+            "val_loss": summary.get("val_loss"),  # None where a run has no validation
             "gib": summary["peak_memory_bytes"] / 2**30,
         }
         rows.append(row)
     base = min(rows, key=lambda row: (row["ranks"], -row["samples_per_sec"]), default={})
     for row in rows:
         row["speedup"] = row["samples_per_sec"] / base["samples_per_sec"]
-        row["efficiency"] = row["speedup"] / row["ranks"] * base["ranks"]
+        row["efficiency"] = row["speedup"] / row["ranks"] * base["ranks"]  # 1.0 for the base
     return rows
 
 
@@ -191,8 +199,8 @@ def write_picture(path: str, figures: dict[str, Any]) -> None:
     rows = DataFrame(figures["rows"])
     if rows.empty:
         raise UsageError(f"{path}: no run is finished, there is nothing to draw")
-    rows["layout"] = rows["run"].str.rpartition("-")[0]
-    speeds = rows.pivot(index="ranks", columns="layout", values="samples_per_sec")
+    rows["layout"] = rows["run"].str.rpartition("-")[0]  # 'fsdp-4' is fsdp on 4 ranks
+    speeds = rows.pivot(index="ranks", columns="layout", values="samples_per_sec")  # (ranks, layouts)
     # Perfect is the speed of a rank in the fastest of the smallest runs, times the ranks.
     speed_of_rank = speeds.iloc[0].max() / speeds.index[0]
     speeds["perfect"] = speed_of_rank * speeds.index

@@ -16,7 +16,7 @@ def in_turns(
 ) -> Iterator[tuple[int, str, T]]:
     """All cases in each round, as (number of the round, name, case), but those that are left out by then."""
     started = time.monotonic()
-    turns = list(product(range(rounds), cases))
+    turns = list(product(range(rounds), cases))  # (round, name): a round ends when every case has had its turn
     for turn, (number, name) in enumerate(turns, 1):
         if name in left_out:  # the caller may have added it since the last turn
             continue

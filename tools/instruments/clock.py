@@ -18,6 +18,7 @@ def timed(
     *args: Any,
 ) -> tuple[float, Any]:
     """(seconds of work(*args), what it returns): from an idle device to the end of all that was queued."""
+    # Work that is queued already does not count.
     synchronize(device)
     started = time.perf_counter()
     result = work(*args)
@@ -39,13 +40,15 @@ def device_seconds(
     if gpu is None:
         return timed(device, work, *args)[0]
     a = torch.zeros(HEAD_START, HEAD_START, device=device)
+    # The whole time bounds the host's time to queue the work.
     whole, _ = timed(device, work, *args)
     product, _ = timed(device, torch.mm, a, a)
     first, last = gpu.Event(enable_timing=True), gpu.Event(enable_timing=True)
+    # The lead is twice that time, since the host's speed varies.
     for _ in range(1 + math.ceil(2 * whole / product)):
         torch.mm(a, a)
     first.record()
     work(*args)
     last.record()
     synchronize(device)
-    return first.elapsed_time(last) / 1e3
+    return first.elapsed_time(last) / 1e3  # elapsed_time gives milliseconds

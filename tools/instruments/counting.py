@@ -22,7 +22,7 @@ from utils.torch_private import group_named
 KINDS = (
     "all_reduce",
     "all_gather",
-    "reduce_scatter",
+    "reduce_scatter",  # its name begins with reduce too, so it comes first
     "all_to_all",
     "broadcast",
     "reduce",
@@ -108,6 +108,7 @@ def collective(
     kwargs: dict[str, Any],
 ) -> Collective | None:
     """The Collective of an operator (torch._ops.OpOverload) with these arguments; None for any other operator."""
+    # c10d has the operators of torch.distributed, and _c10d_functional those of functional collectives.
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None
     name = func._opname.replace("_", "").removeprefix("i")
@@ -133,8 +134,10 @@ def collective(
 
 def bytes_sent(kind: str, size: float, ranks: int) -> float:
     """Bytes that a rank sends in a collective over so many ranks. size: bytes of the tensor that it is given."""
+    # The sender counts what is received.
     if kind in ("recv", "barrier"):
         return 0
+    # A ring reaches these lower bounds: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002.
     others = ranks - 1
     # {kind: (times its tensor, shared by so many)}; any other kind sends its tensor once.
     factors = {
@@ -160,4 +163,5 @@ def _group(arguments):
 def _nbytes(values):
     if isinstance(values, torch.Tensor):
         return values.nbytes
+    # An operator may take lists of tensors, or lists of such lists.
     return sum(map(_nbytes, values))

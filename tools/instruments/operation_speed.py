@@ -15,6 +15,7 @@ from tools.instruments.clock import device_seconds, timed
 from tools.instruments.tracker import ATTENTION, Tracker
 
 FOOTPRINT = {"cpu": 48 * 2**20}  # bytes that a step has touched when it comes to a tensor again; else 256 MiB
+# _operations reads these tables of sizes.
 ROWS = (128, 1024, 4096)
 WIDTHS = (32, 64, 128, 256, 512, 1024)
 RATIOS = (1, 3)
@@ -115,7 +116,7 @@ def _linear_layers():
     for rows, width, ratio in product(ROWS, WIDTHS, RATIOS):
         wide = ratio * width
         for inner, columns in {(width, wide), (wide, width)}:  # one of them where the ratio is 1
-            flops = 2 * rows * inner * columns
+            flops = 2 * rows * inner * columns  # multiplications and additions
             yield _Layer(flops, linear, ((columns,), (rows, inner), (columns, inner)))
 
 
@@ -124,8 +125,9 @@ def _attention_layers(heads):
         return F.scaled_dot_product_attention(q, k, v)
 
     for size, tokens in product(HEADS, TOKENS):
-        flops = 4 * heads * tokens**2 * size
-        of_each = (1, heads, tokens, size)
+        flops = 4 * heads * tokens**2 * size  # queries with keys, then weights with values
+        of_each = (1, heads, tokens, size)  # (B, heads, N, d)
+        # Attention has no bias, so a single number takes its place.
         yield _Layer(flops, attention, ((1,), of_each, of_each, of_each))
 
 
@@ -136,7 +138,7 @@ def _patch_layers(down, across):
         return F.conv2d(x, w, b, stride=w.shape[-1])
 
     for channels, size, width in PATCHES:
-        flops = 8 * down * across * channels * size**2 * width
+        flops = 8 * down * across * channels * size**2 * width  # the four images included
         images = (4, channels, down * size, across * size)
         kernel = (width, channels, size, size)
         yield _Layer(flops, embed_patches, ((width,), images, kernel))
@@ -182,6 +184,7 @@ def _tensor_sets(device, dtype, shapes):
         first.append(values.to(dtype))
     size_of_set = sum(tensor.nbytes for tensor in first)
     footprint = FOOTPRINT.get(device.type, 2**28)
+    # The other half of the footprint is for the results.
     number = footprint // 2 // size_of_set
     number = min(32, max(2, number))
     sets = []
@@ -241,10 +244,12 @@ def measure_operations(
                 operation(*sets[0])
             number_of_operators = sum(tracker.operations.values())
             each = seconds_of(operation, sets, device, seconds) / number_of_operators
+            # The host's time varies, so at least a tenth of the measured time is left.
             on_device = max(each / 10, each - host_seconds)
             for op in tracker.operations:
                 name = type_name
                 if op.kind == ATTENTION:
+                    # The last tensor of a set, values or a gradient, is (B, heads, N, d).
                     head_size = sets[0][-1].shape[-1]
                     name = f"{type_name}{OF_HEADS}{head_size}"
                 place = (op.name, name, float(op.flops), float(op.moved))

@@ -41,6 +41,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an exception says that memory has run out, on any device."""
     if isinstance(error, MemoryError):
         return True
+    # The error of a GPU is a RuntimeError too, and that of a CPU has no class of its own.
     if not isinstance(error, RuntimeError):
         return False
     text = str(error).lower()
@@ -90,6 +91,7 @@ class Process:
                     value = OutOfMemory(f"rank {self.number} has no memory left: {error}")
                 elif not isinstance(error, UsageError):
                     value = RankError(f"rank {self.number} failed: {type(error).__name__}: {error}")
+                # A traceback cannot be pickled, so a note carries its text.
                 value.add_note(traceback.format_exc())
             self.answer(value)
 
@@ -150,7 +152,7 @@ class Pool(AbstractContextManager):
     def _answers(self, size: int, end: float) -> dict[int, Any]:
         """{rank: its answer} until the time `end`, or soon after the first error."""
         answers: dict[int, Any] = {}
-        waiting = dict(zip(self.pipes, range(size), strict=False))
+        waiting = dict(zip(self.pipes, range(size), strict=False))  # {pipe: rank}
         while waiting:
             seconds_left = max(0, end - time.monotonic())
             ready = wait(list(waiting), seconds_left)
@@ -161,6 +163,7 @@ class Pool(AbstractContextManager):
                 try:
                     answers[rank] = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionError):
+                    # The pipe may close before the process has its exit code.
                     self.processes[rank].join(1)
                     # The system kills what lacks memory.
                     was_killed = self.processes[rank].exitcode == -signal.SIGKILL
@@ -192,6 +195,7 @@ def _failures(size: int, answers: dict[int, Any]) -> dict[int, Exception]:
             failures[rank] = answer
     if failures:
         return failures
+    # Only here is silence an error by itself: beside a rank that failed, others may just have waited for it.
     return {rank: NoAnswer("no answer") for rank in range(size) if rank not in answers}
 
 

@@ -18,6 +18,7 @@ from utils.schema import Config
 
 WARMUP_STEPS = 3  # DDP arranges its buckets, fully_shard its order, memory is allocated
 
+# words_of_name reads these values of a switch.
 SWITCHES = {"true": True, "false": False}
 
 
@@ -61,6 +62,7 @@ class RankCase:
         self.rank = rank
         self.device = rank.device
         self.case = case
+        # The model is built for the groups that are those of this process by then.
         self.take_turn()
         self.step = build_step(case.config, self.device, f"layout '{case.name}'")
         self.x, self.y = random_batch(self.step.task, self.device)
@@ -73,6 +75,7 @@ class RankCase:
     def train(self, steps: int) -> None:
         """Make so many optimizer steps, and wait for the last."""
         for _ in range(steps):
+            # The learning rate follows the iteration, which is therefore the same in every step.
             self.step(0, self.x, self.y)
         synchronize(self.device)
 
@@ -84,6 +87,7 @@ class RankCase:
         with torch.no_grad(), self.step.autocast():
             for _ in range(times):
                 parallel.predict(images, config.n_out_channels)
+        # The next turn may train.
         parallel.model.train()
         synchronize(self.device)
 
@@ -92,6 +96,7 @@ class RankCase:
         repeat = self.forecast if inference else self.train
         repeat(1)  # the turns of other cases have emptied the caches
         if comm.world_size() > 1:
+            # A rank that starts early would count its wait for the others.
             dist.barrier()
         seconds, _ = timed(self.device, repeat, steps)
         return seconds / steps

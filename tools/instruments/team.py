@@ -41,6 +41,7 @@ def use_mesh(rank: Process, layout: Layout) -> None:
     # Making groups takes messages, and a process may come back to a layout: its groups are kept.
     if layout not in rank.kept:
         comm.build_mesh(rank.device, layout)
+        # build_mesh makes the groups those of this process, from where they are taken.
         rank.kept[layout] = comm.swap_meshes({})
     comm.swap_meshes(rank.kept[layout])
 
@@ -66,7 +67,7 @@ class Teams(AbstractContextManager):
         self.patience = patience
         self.context = context
         self.tells = tells
-        self.running: dict[int, Pool] = {}
+        self.running: dict[int, Pool] = {}  # {ranks: their pool}
 
     def call(
         self,
@@ -81,11 +82,13 @@ class Teams(AbstractContextManager):
         """
         try:
             if size not in self.running:
+                # A daemon may not start processes of its own, such as workers that read data.
                 pool = Pool(self.context, daemon=not self.whole_machine)
                 self.running[size] = pool
                 pool.call(size, _join, size, _free_port(), self.config, self.whole_machine)
             return self.running[size].call(size, function, *args, timeout=self.patience)
         except RanksFailed as failed:
+            # A call that fails has ended the processes of its pool.
             self.running.pop(size)
             failures = list(failed.failures.values())
             # A rank without memory lets others fail that wait for it, so that its error is the one to tell.
@@ -108,7 +111,7 @@ class Teams(AbstractContextManager):
 def _free_port() -> int:
     """A port of this machine that nothing uses now."""
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+        free.bind(("127.0.0.1", 0))  # the system chooses a port in place of 0
         return free.getsockname()[1]
 
 

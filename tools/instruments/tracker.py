@@ -74,10 +74,10 @@ class Tracker(Watch):
         self.sent_forward = set[int]()
         self.operations = Counter[Operation]()
         self.messages = Counter[Message]()
-        self.numbers = count()
+        self.numbers = count()  # one for each storage, since addresses are used again
         self.storages: dict[int, tuple[int, int, weakref.ref]] = {}
         self.saved = set[int]()
-        self.labels: dict[int, str] = {}
+        self.labels: dict[int, str] = {}  # {number of a storage: its use}
         self.events: list[tuple[int, int, str]] = []  # number, change of its size, phase
         self.events_before = 0  # those of tensors that existed before the context
         self.note(tensors)
@@ -113,6 +113,7 @@ class Tracker(Watch):
         """Note the memory of an operation, and count it."""
         given = list(plain_tensors(tree_leaves((args, kwargs))))
         made = list(plain_tensors(tree_leaves(result)))
+        # Inputs are noted as well: an operation may be the first to show a tensor that was made without one.
         self.note(given + made)
         if func in EXPENSIVE and torch.is_grad_enabled():
             # Selective checkpointing keeps it, and autograd is not told.
@@ -149,6 +150,7 @@ class Tracker(Watch):
             place = storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
             moved[place] = tensor.nbytes
         packet = func._overloadpacket
+        # torch tags its elementwise operators. Whatever else has no FLOP counts as a copy.
         kind = "pointwise" if torch.Tag.pointwise in func.tags else "copy"
         if flops:
             kind = ATTENTION if ATTENTION in str(packet) else "matmul"
@@ -157,6 +159,7 @@ class Tracker(Watch):
             kind=kind,
             flops=flops,
             moved=sum(moved.values()),
+            # An operation computes in the type that it is given, also where it casts its result.
             dtype=(given or made)[0].dtype,
             name=packet.__name__,
         )
@@ -214,6 +217,7 @@ class Tracker(Watch):
             label = self.labels.get(number, "temporaries")
             now[label] += change
             most[label] = max(most[label], now[label])
+            # Labels that are apart, as of tensors in host memory, take nothing from the device.
             now["peak"] += change * (label not in apart)
             most["peak"] = max(most["peak"], now["peak"])
         return most
@@ -222,6 +226,7 @@ class Tracker(Watch):
         """(phase, bytes at once) after each allocation and each release inside the context, in their order."""
         points: list[tuple[str, int]] = []
         held = 0
+        # Earlier events give the level at which the curve begins.
         for number, (_, change, phase) in enumerate(self.events):
             held += change
             if number >= self.events_before:
@@ -240,6 +245,7 @@ def _flops(
     formula = flop_registry.get(LIKE.get(packet, packet))
     if formula is None:
         return 0
+    # The formula counts the work of this rank, which is that on its part of each DTensor.
     own_args, own_kwargs, own_result = tree_map(own_part, (args, kwargs, result))
     return formula(*own_args, **own_kwargs, out_val=own_result)
 
@@ -271,6 +277,7 @@ def phases_of(
     reduction of gradients. listener.sent_forward: storages of the tensors that a pipeline sends to its next stage.
     changes: called with the phase that ends and the one that begins.
     """
+    # Whatever nothing below wraps counts as backward.
     listener.phase = "backward"
     listener.sent_forward = set()
 

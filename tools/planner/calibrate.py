@@ -75,7 +75,9 @@ def measure_machine(
     numbers_at_work = sorted({1, size}) if device.type == "cpu" else [size]
     for busy in numbers_at_work:
         if ranks > 1:
+            # A rank that began early would measure a machine that is still idle.
             dist.barrier()
+        # The first ranks of each node work, and the others wait at the next barrier.
         if comm.rank() % size < busy:
             figures["operations"][busy] = operation_speed.measure_operations(device, DTYPES)
             figures["phases"][busy] = _seconds_of_phases(tiny["alone"])
@@ -103,6 +105,7 @@ def _tiny_steps(rank: Process, ranks: int) -> dict[str, RankCase]:
     for name, own in read_mappings(STEPS_OF_HOST, "steps").items():
         options = own["options"]
         splits_ranks = "--noddp" not in options
+        # A wrapper has work only on several ranks, and some wrappers split the ranks in two.
         if splits_ranks and ranks % 2:
             continue
         words = [
@@ -119,6 +122,7 @@ def _tiny_steps(rank: Process, ranks: int) -> dict[str, RankCase]:
 def _seconds_of_phases(tiny: RankCase) -> Figures:
     """{phase: seconds} of a step on the host, the median of some. What is in no phase counts as backward."""
     found = []
+    # The time of the host is wanted, whatever the device is.
     times = PhaseTimes(torch.device("cpu"))
     tiny.take_turn()
     for _ in range(STEPS):
@@ -141,7 +145,7 @@ def _side_by_side(device):
 
     slowest: how many times as long as the mean rank the slowest one takes for the products.
     """
-    x = torch.zeros(2**20, device=device)
+    x = torch.zeros(2**20, device=device)  # 4 MiB of float32
     a = torch.rand(512, 512, device=device)
 
     def work(reduces, products):
@@ -157,6 +161,7 @@ def _side_by_side(device):
 
     seconds(1, 1)  # warms up
     of_a_product = comm.gather(seconds(0, 8) / 8)
+    # Every rank makes the same number of products, so that the slowest one shows.
     products = math.ceil(PRODUCTS / max(*of_a_product, 1e-6))
     found = []
     for _ in range(STEPS):
@@ -192,6 +197,7 @@ def entry(
     # One rank alone has nothing to overlap with.
     alone = {"reduce": 1, "compute": 0, "both": 0, "slowest": 1}
     seconds = figures.get("overlap", alone)
+    # Whatever both take longer than computing alone is the part of the all-reduce that was not hidden.
     overlap = 1 - (seconds["both"] - seconds["compute"]) / seconds["reduce"]
     found: dict[str, Any] = {
         "device": device.type,
@@ -233,6 +239,7 @@ def _speeds(
         inside = 0.0
         # A device computes meanwhile, and waits for the host: the model is tiny.
         if device.type == "cpu":
+            # Heads of the tiny model have 16 / 2 = 8 features.
             inside = sum(calls * speeds.seconds(operation, "float32", 8) for operation, calls in own.items())
         of_host = max(0.0, whole - inside)
         speeds.host[phase] = of_host / max(1, sum(own.values()))
@@ -248,7 +255,7 @@ def _seconds_around(phases: Figures, planned: StepTime, calls: int) -> dict[str,
     for phase, seconds in phases.items():
         late[phase] = max(0.0, seconds - planned.phases[phase])
     whole = max(0.0, sum(phases.values()) - planned.seconds)
-    share = whole / max(1e-9, sum(late.values()))
+    share = whole / max(1e-9, sum(late.values()))  # 0 to 1
     return {phase: seconds * share / calls for phase, seconds in late.items()}
 
 
@@ -257,9 +264,11 @@ def memory_sizes(device: torch.device, ranks: int) -> dict[str, float]:
     gpu = device_module(device, "mem_get_info", "memory_reserved")
     if gpu:
         free, total = gpu.mem_get_info()
+        # Memory that is neither free nor the allocator's is that of the context.
         used = total - free - gpu.memory_reserved()
     else:
         of_the_node = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        # Ranks on CPUs share the memory of their node.
         total = of_the_node / ranks
         used = peak_memory_bytes(device)
     return {
@@ -303,6 +312,7 @@ def main(words: Sequence[str]) -> int:
 
     figures: list[Figures] = []
     for _ in range(ROUNDS):
+        # All ranks must agree on another round, so the longest time decides.
         elapsed = comm.gather(time.monotonic() - began)
         if figures and max(elapsed) > MOST_SECONDS:
             break

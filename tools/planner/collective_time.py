@@ -70,9 +70,11 @@ def collective_time(
     elif not ring:
         seconds = sent / nic
     elif kind == "all_to_all":
+        # A rank on the node with the fewest ranks sends most to other nodes.
         share_that_leaves = (size - fewest) / (size - 1)
         seconds = sent * share_that_leaves / nic
     else:
+        # Rings pass a node through the NICs of all ranks that the group has there.
         seconds = sent / min(link, nic * fewest)
 
     # The latencies of a round.
@@ -92,5 +94,6 @@ def _measured(kind, nodes, ring, gpu):
     """(bytes/s, latency of a hop) of a measured machine, with which its own groups take what was measured."""
     measured_as = kind if ring else "send"
     found = gpu.measured.collective(measured_as, nodes, gpu.name)
+    # The measured latency is that of a whole collective.
     hops = ROUNDS.get(kind, 1) * (found.ranks - 1) if ring else 1
     return found.bandwidth, found.latency / hops

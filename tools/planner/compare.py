@@ -59,6 +59,7 @@ def compare(folder: Path, gpu_name: str | None = None) -> str:
             "measured machine (plan.py --calibrate)"
         )
     gpu = load_gpu(gpu_name)
+    # The folder keeps the config of this run, while the file that it came from may have changed.
     where = folder / "config.yaml"
     config = check_config(read_named_config(where, name), name, str(where), world_size=ranks)
     layout = config.layout(ranks, gpu.gpus_per_node)
@@ -70,6 +71,7 @@ def compare(folder: Path, gpu_name: str | None = None) -> str:
     found = {}
     ratios = {}
     for key, row in read_mappings(ROWS, "figures").items():
+        # Some devices measure less than a plan has.
         if run[key] is None:
             continue
         title = row["title"]
@@ -93,6 +95,7 @@ def planned_figures(plan: Plan) -> dict[str, Any]:
     phases = {f"{phase}_s": seconds for phase, seconds in plan.time.phases.items()}
     # Input and target, which one rank reads for them all.
     broadcasts = 2 if plan.layout.tp * plan.layout.pp > 1 else 0
+    # Messages between stages are no collectives.
     calls = [c["count"] for c in plan.time.collectives if c["kind"] != "send"]
     others = {
         "settings": plan.config.model_dump(),
@@ -153,6 +156,7 @@ def _steady(folder):
         raise UsageError(f"{folder}: has no readings ({path.name}): no step of this run was read")
     begins = 0
     for i, reading in enumerate(readings):
+        # The first reading after a start covers every iteration since then.
         is_first_after_a_start = reading["since_start"] <= reading["iterations"]
         if is_first_after_a_start:
             begins = i
@@ -172,6 +176,7 @@ def _reasons(gpu, readings, ratios):
         is_same_device = gpu.measured or is_gpu(gpu.name, last["device"])
     if not is_same_device:
         yield f"the plan is for {gpu.name}, and {last['device']} is another device: times and memory are its own"
+        # The number of collectives alone is the same on every device.
         off &= {"calls"}
 
     # What no plan has.

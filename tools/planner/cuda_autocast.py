@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from distributed.shard.tensor import rules_apply
 
+# CudaAutocast looks functions up here as Python code calls them.
 LOW_PRECISION = {
     F.linear,
     F.conv1d,
@@ -32,6 +33,7 @@ LOW_PRECISION = {
     torch.baddbmm,
     torch.einsum,
 }
+# Sums, exponentials and powers would lose too many digits in 16 bits.
 FULL_PRECISION = {
     F.layer_norm,
     F.group_norm,
@@ -64,8 +66,8 @@ class CudaAutocast(TorchFunctionMode):
     def __init__(self, dtype: torch.dtype | None):
         super().__init__()
         self.dtype = dtype
-        self.active = False
-        self.copies: dict[torch.Tensor, torch.Tensor] = {}
+        self.active = False  # True inside the context
+        self.copies: dict[torch.Tensor, torch.Tensor] = {}  # {parameter: its copy in `dtype`}
 
     @contextmanager
     def ahead_of_collectives(self) -> Iterator[None]:
@@ -74,6 +76,7 @@ class CudaAutocast(TorchFunctionMode):
         def cast(x: torch.Tensor) -> torch.Tensor:
             return x.to(self.dtype) if self.dtype else x
 
+        # Both modules have a name of their own for the function.
         of_layers = patch("distributed.layers.to_compute_dtype", cast)
         of_tensor_parallel = patch("distributed.tensor_parallel.to_compute_dtype", cast)
         with of_layers, of_tensor_parallel:
@@ -84,6 +87,7 @@ class CudaAutocast(TorchFunctionMode):
 
         @wraps(function)
         def within(*args, **kwargs):
+            # A call from inside the context must not enter it again.
             context = nullcontext() if self.active else self
             with context:
                 return function(*args, **kwargs)
@@ -96,6 +100,7 @@ class CudaAutocast(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        # An operation in neither set keeps the types of its inputs.
         wanted = self.dtype
         if wanted and func not in LOW_PRECISION:
             wanted = torch.float32 if func in FULL_PRECISION else None
@@ -107,6 +112,7 @@ class CudaAutocast(TorchFunctionMode):
                 return type(sharded).__torch_function__(func, types, args, kwargs)
             finally:
                 super().__exit__(None, None, None)
+        # A CPU would keep the mask of a dropout in the type of its input.
         if func is F.dropout:
             return _dropout(*args, **kwargs)
         if wanted is None:
@@ -120,6 +126,7 @@ class CudaAutocast(TorchFunctionMode):
             return value
         if not value.is_floating_point() or value.dtype == dtype:
             return value
+        # A leaf that takes a gradient counts as a parameter, as in torch.autocast, and its copy is kept.
         is_parameter = value.is_leaf and value.requires_grad
         if not is_parameter:
             return value.to(dtype)
@@ -128,6 +135,7 @@ class CudaAutocast(TorchFunctionMode):
         return self.copies[value]
 
     def __exit__(self, *error):
+        # The optimizer changes the parameters, so their copies must not outlive a step.
         self.copies.clear()
         self.active = False
         return super().__exit__(*error)

@@ -245,6 +245,7 @@ class Replica(nn.Module):
     def _fill(self, parameters):
         are_sparse = [False] * len(parameters)
         grouped, _ = dist._compute_bucket_assignment_by_size(parameters, [self.limit], are_sparse)
+        # torch's own rule assigns parameters to buckets, so that messages have the sizes of a real run.
         self.buckets = []
         self.bucket_of = {}  # {parameter: (its bucket, the view that is its gradient)}
         for numbers in grouped:

@@ -9,7 +9,7 @@ from tools.tables import GIB, format_table
 from utils.config import SCRIPTS, load_config
 from utils.errors import UsageError
 
-SCRIPT = "train_shard.py"
+SCRIPT = "train_shard.py"  # the only script that splits images
 OUT_OF_MEMORY = "out of memory"
 
 
@@ -65,6 +65,7 @@ def plan_grid(
     cells = []
     for gpus in counts:
         for value in axis.values:
+            # Options of the cell come last, so that they win.
             own_words = [*words, f"--domain_parallel={gpus}", *axis.options(value)]
             # A refused cell is a dash in the table, with the reason below.
             try:
@@ -87,6 +88,7 @@ def grid_text(cells: Sequence[Cell], axis: Axis, inference: bool) -> str:
     beside: dict[str, Plan] = {}  # of each column, the plan of the fewest GPUs on which it fits
     for cell in cells:
         if cell.plan and cell.plan.fits != "no":
+            # Rows have ever more GPUs, so the first plan that fits has the fewest.
             beside.setdefault(cell.value, cell.plan)
 
     # A function for each table: the words of a plan, given also the plan of the fewest GPUs in its column.
@@ -109,6 +111,7 @@ def grid_text(cells: Sequence[Cell], axis: Axis, inference: bool) -> str:
         _table(cells, axis, beside, "speed-up, beside the fewest GPUs that it fits on", gain),
         _table(cells, axis, beside, "reduction of memory, beside the same", reduction),
     ]
+    # Many cells share a refusal, which is told once.
     refusals = dict.fromkeys(cell.refusal for cell in cells if cell.refusal)
     texts += [f"-: {refusal}" for refusal in refusals]
     return "\n\n".join(texts)
@@ -123,7 +126,9 @@ def _table(cells, axis, beside, title, words_of):
         elif cell.plan.fits == "no":
             words = OUT_OF_MEMORY
         else:
+            # A plan that fits always has one beside it, if only itself.
             words = words_of(cell.plan, beside[cell.value])
+        # The first column names the row.
         rows.setdefault(cell.gpus, [cell.gpus]).append(words)
     columns = {f"{title}; GPUs an image": ""}
     for value in axis.values:

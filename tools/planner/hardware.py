@@ -61,6 +61,7 @@ class Speeds:
             is_other = called != dtype
             if not size:
                 return is_other, 0.0
+            # The ratio of two sizes says how far apart they are.
             return is_other, abs(math.log(int(size) / max(1, head)))
 
         nearest_type = min(self.operations[name], key=distance)
@@ -74,6 +75,7 @@ class Speeds:
         name = operation.name
         if name in self.operations:
             return name
+        # An operator that was not measured counts as one like it. A formula gives no name, so there the phase tells.
         is_backward = "backward" in name or (not name and operation.phase == "backward")
         alike = []
         for known in self.operations:
@@ -96,9 +98,11 @@ class Speeds:
 
         found = {}
         for flops, moved, seconds in self.operations[name][dtype]:
+            # Two values at one place would make the interpolation singular, so the last one counts.
             found[_place(name, flops, moved)] = seconds
         works, places = zip(*found, strict=True)
         rates = np.array(works) / np.array(list(found.values()))
+        # Rates differ by powers of ten, so their logarithms are interpolated.
         values = np.log(rates)
         return RBFInterpolator(np.array(places), values, kernel="linear", degree=0)
 
@@ -113,7 +117,7 @@ def _place(
     Of attention FLOP per byte alone, which tell the number of tokens: heads are computed one after another.
     """
     if not flops:
-        return moved, (math.log(moved), 0.0)
+        return moved, (math.log(moved), 0.0)  # bytes are the work where nothing is computed
     size = 0.0 if ATTENTION in name else math.log(flops)
     intensity = math.log(flops / moved)  # FLOP per byte
     return flops, (size, intensity)
@@ -164,11 +168,13 @@ class Gpu(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
+    # The device and its memory.
     name: Text = key("name of the entry in the YAML file")
     memory_gib: PositiveFloat = key("GiB of memory that the device reports")
     overhead_gib: PositiveFloat = key("GiB outside of PyTorch's allocator: context and NCCL")
     workspace_mib: NonNegativeFloat = key("MiB that cuBLAS takes from the allocator")
 
+    # Peaks and shortest times of the device.
     fp32: PositiveFloat = key("peak FLOP/s in float32")
     tf32: PositiveFloat = key("peak FLOP/s in TF32; without tensor cores for it, that of float32")
     bf16: PositiveFloat = key("peak FLOP/s in bfloat16")
@@ -178,12 +184,14 @@ class Gpu(BaseModel):
     launch: PositiveFloat = key("host time of one operation in eager mode")
     kernel: PositiveFloat = key("seconds of the shortest kernel")
 
+    # Its node, and the links to other nodes.
     gpus_per_node: PositiveInt = key("GPUs of a node")
     link: PositiveFloat = key("bytes/s from a GPU to the others of its node")
     nic: PositiveFloat = key("bytes/s from a GPU to other nodes")
     hop_inside: PositiveFloat = key("latency from a rank of a collective to the next, in a node")
     hop_across: PositiveFloat = key("latency from a rank of a collective to the next, between nodes")
 
+    # Shares of the peaks that programs reach.
     matmul_efficiency: Share = key("share of the peak that matrix products reach")
     attention: dict[AttentionKernel, Shares] = key(
         "share of the peak that fused attention reaches, by kernel and largest head; the first that can is taken",
@@ -192,6 +200,7 @@ class Gpu(BaseModel):
     memory_efficiency: Share = key("share of the bandwidth that other kernels reach")
     network_efficiency: Share = key("share of the bandwidth of links and NICs that collectives reach")
 
+    # What slows a run down on many nodes.
     jitter: NonNegativeFloat = key("relative standard deviation of a rank's step time", 0.02)
     node_read: PositiveFloat = key("bytes/s of files that a node reads", 10e9)
     total_read: PositiveFloat = key("bytes/s of files that all nodes read", 1e12)
@@ -247,9 +256,11 @@ def gpu_of(name: str, entry: dict[str, Any]) -> Gpu:
     What a data sheet says is not asked for where there is a measurement.
     """
     required = [key for key, field in Gpu.model_fields.items() if field.is_required()]
+    # A Gpu requires the values of a data sheet, but a measured machine goes without them.
     sheet: dict[str, Any] = dict.fromkeys(required, 1.0)
     sheet["attention"] = {"flash": {256: 1.0}}
     own = {"name": name, "gpus_per_node": entry["measured"]["ranks"]}
+    # JSON has text for numbers as keys, and lists for tuples, which strict validation refuses.
     return Gpu.model_validate(sheet | entry | own, strict=False)
 
 

@@ -58,6 +58,7 @@ def candidates(
     """
     kept = {full_name(key) for key in fixed}
     if config.cpu_offload or config.noddp:
+        # Both keys suit only some strategies, so that of the config stays.
         kept.add("data_parallel")
     choice = _Choices(config, gpus, ranks_per_node, frozenset(kept))
 
@@ -70,6 +71,7 @@ def candidates(
         if tp > ranks_per_node and found:
             break
         try:
+            # A size that cannot be is refused once, and not again for each of its layouts.
             Layout(gpus, tp)
         except UsageError as error:
             refused[str(error)] += 1
@@ -77,6 +79,7 @@ def candidates(
         for cp, pp, domain in choice.splits(gpus // tp):
             split = dict(zip(SPLITS, (tp, cp, pp, domain), strict=True))
             ranks_of_an_image = tp * cp * pp * math.prod(tile_counts(domain))
+            # Sizes that were asked for may need more ranks than there are, which check_config refuses.
             dp = max(1, gpus // ranks_of_an_image)
             several_share_weights = gpus // (tp * pp) > 1
             strategies = list(choice.strategies(dp, several_share_weights))
@@ -190,6 +193,7 @@ class _Choices:
         # Data-parallel ranks of a node, over which hsdp cuts weights.
         ranks_inside = math.gcd(self.ranks_per_node, self.gpus)
         inside = max(1, ranks_inside * dp // self.gpus)
+        # The strategy hsdp cuts weights inside a node: where a node has all data-parallel ranks, that is fsdp.
         hsdp_is_fsdp = self.gpus <= self.ranks_per_node or inside == dp or dp == 1
         tried = self.values("data_parallel", choices("data_parallel") if several else ["ddp"])
         for strategy in tried:
@@ -210,6 +214,7 @@ def _tiles(counts: Iterable[int], rows: int, columns: int) -> Iterator[str]:
     for ranks in counts:
         for bands in _divisors(ranks):
             across = ranks // bands
+            # Tiles of a single column are bands, which are tried already.
             if across > 1 and bands <= rows and across <= columns:
                 yield f"{bands}x{across}"
 
@@ -254,6 +259,7 @@ def script_of(options: Mapping[str, Any]) -> str:
     """The first script that can split a model in all the ways that some keys of a config ask for."""
     used = [key for key in SPLITS if options.get(key, 1) not in UNSPLIT]
     for name, script in SCRIPTS.items():
+        # SCRIPTS begins with the script that splits least.
         if set(used) <= set(script.splits):
             return name
     raise UsageError(f"no script has {' and '.join(used)} together")
@@ -292,7 +298,7 @@ def command(
     words: the options that gave the config. Raises UsageError for words that are no options.
     """
     script = script_of(vars(config))
-    nodes = -(-layout.world_size // ranks_per_node)
+    nodes = -(-layout.world_size // ranks_per_node)  # rounded up
     if layout.world_size == 1:
         start = ["python", script]
     elif nodes == 1:

@@ -26,6 +26,7 @@ OF_THE_LAYOUT = (
     "global_batch_size",
 )
 VERDICTS = {"fits": "fits", "marginal": "is marginal: it may run out of memory", "no": "does not fit"}  # best first
+# Texts and pictures show memory in this order.
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "buffers")
 
 
@@ -77,7 +78,7 @@ class Plan:
     @property
     def nodes(self) -> int:
         """Number of nodes."""
-        return -(-self.layout.world_size // self.gpu.gpus_per_node)
+        return -(-self.layout.world_size // self.gpu.gpus_per_node)  # rounded up
 
     @property
     def node_hours(self) -> float:
@@ -141,12 +142,15 @@ def plan_layout(
     # Memory, of the rank that holds most.
     memory = {}
     for name in CATEGORIES:
+        # Each category may have its most on another rank.
         memory[name] = max(trace.memory[name] for trace in traces)
     batch = max(trace.memory["batch"] for trace in traces)
+    # Training copies the next batch to the device while it computes.
     fetched_ahead = 0 if inference else batch
     memory["activations"] += batch + fetched_ahead
     # Of cuBLAS: the threads of the forward and of the backward pass have their own.
     workspaces = 1 if inference else 2
+    # A trace has neither the batch that is fetched ahead nor the workspaces, so both are added.
     peak = max(trace.memory["peak"] for trace in traces)
     peak = peak + fetched_ahead + workspaces * gpu.workspace_mib * 2**20
 

@@ -39,7 +39,7 @@ def _draw_memory(axes: Axes, plans: Sequence[Plan], labels: list[str]) -> None:
 
 
 def _draw_times(axes: Axes, plans: Sequence[Plan], labels: list[str]) -> None:
-    seconds = DataFrame([plan.time.parts for plan in plans], labels)
+    seconds = DataFrame([plan.time.parts for plan in plans], labels)  # (layouts, parts)
     milliseconds = seconds.fillna(0) * 1e3
     # A part that no plan has would only be a name in the legend.
     is_used = milliseconds.any()

@@ -16,6 +16,7 @@ REASONS = 12  # for which layouts were refused, of which a search tells the most
 
 def plan_text(plans: Sequence[Plan], request: Request) -> str:
     """Everything about one layout."""
+    # All texts of plan.py take a sequence of plans, and this one shows a single plan.
     (plan,) = plans
     parts = [
         head(plan),
@@ -23,6 +24,7 @@ def plan_text(plans: Sequence[Plan], request: Request) -> str:
         messages_text(plan),
         time_text(plan),
     ]
+    # The command trains, so a forward pass has none.
     if not plan.inference:
         parts.append(run_text(plan, request))
     return "\n\n".join(parts)
@@ -33,7 +35,7 @@ def head(plan: Plan) -> str:
     config = plan.config
     gpus = f"{plan.layout.world_size} x {plan.gpu.name}"
     nodes = f"{plan.nodes} nodes" if plan.nodes > 1 else f"{plan.nodes} node"
-    share = config.global_batch_size // plan.layout.dp
+    share = config.global_batch_size // plan.layout.dp  # samples
     what = "a forward pass without gradients; " if plan.inference else ""
     return (
         f"{what}{config.config} on {gpus} ({nodes}): {layout_words(plan)}; "
@@ -67,6 +69,7 @@ def rate(plan: Plan) -> str:
 
 def figures(plan: Plan) -> dict[str, Any]:
     """The figures of a plan in a table of several."""
+    # The columns in tools/tables.yaml take values by these names.
     return plan.to_json() | {
         "layout": layout_words(plan),
         "gpus": plan.layout.world_size,
@@ -82,9 +85,11 @@ def memory_text(plan: Plan) -> str:
     is_offloaded = plan.config.cpu_offload and not plan.inference
     sizes: dict[str, float] = {}
     for name in CATEGORIES:
+        # A forward pass holds neither.
         if plan.inference and name in ("gradients", "optimizer"):
             continue
         title = name
+        # Host memory holds these, and the table says how much of it each rank takes.
         if is_offloaded and name in STATES:
             title = f"{name}, in host memory"
         sizes[title] = plan.memory[name]
@@ -125,6 +130,7 @@ def time_text(plan: Plan) -> str:
     config = plan.config
     rows = []
     for name, seconds in time.parts.items():
+        # A part that takes no time would only lengthen the table.
         if seconds:
             rows.append((name, seconds * 1e3, seconds / time.seconds))
     what = "a forward pass" if plan.inference else "a step"
@@ -163,13 +169,15 @@ def search_text(plans: Sequence[Plan], request: Request) -> str:
     rows = []
     for number, plan in enumerate(plans, 1):
         rows.append(figures(plan) | {"number": number})
-    best = plans[0]
+    best = plans[0]  # a search gives the best plan first
     found = f"the best of {request.compared} layouts"
     run = run_text(best, request, "Run the first one:")
     if best.fits == "no":
         found = f"none of {request.compared} layouts fits; those that need least"
+        # A layout that does not fit has no command.
         run = "Nothing to run: more GPUs, or ones with more memory."
     return (
+        # The layout follows the colon in a head, and here there are several.
         f"{head(best).partition(':')[0]}, {found}:\n\n"
         f"{format_tables('plan_layouts', rows)}\n\n"
         f"Times are good to {best.time.error:.0%}; of two layouts that are closer the planner knows no better one.\n\n"
@@ -179,6 +187,7 @@ def search_text(plans: Sequence[Plan], request: Request) -> str:
 
 def refused_text(refused: dict[str, int]) -> str:
     """The most frequent reasons as lines. refused: {reason: number of layouts}."""
+    # A search refuses layouts for dozens of reasons, and the frequent ones tell what limits it.
     most_first = sorted(refused.items(), key=lambda item: -item[1])
     lines = [f"    {count:5}  {reason}" for reason, count in most_first[:REASONS]]
     return "Not among them, how many and why:\n" + "\n".join(lines)
@@ -187,6 +196,7 @@ def refused_text(refused: dict[str, int]) -> str:
 def scaling_text(plans: Sequence[Plan], request: Request) -> str:
     """The curve as a table, and what it assumes. plans: from tools.planner.search.scaling."""
     gpu = request.gpu
+    # A sample has the same size in every layout.
     megabytes = sample_bytes(request.any_layout()) / 1e6
     table = format_tables("plan_curve", map(figures, plans))
     return (

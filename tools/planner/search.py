@@ -70,6 +70,7 @@ class Request:
     def plan(self, gpus: int) -> Plan:
         """The Plan of the layout that the options name. Raises UsageError where it is impossible."""
         splits_images = not self.named.isdisjoint(("domain_parallel", "domain_method"))
+        # train_shard.py alone splits images, and train_mp.py makes every other split.
         script = "train_shard.py" if splits_images else "train_mp.py"
         config = load_config(self.words, world_size=gpus, splits=SCRIPTS[script].splits)
         layout = config.layout(gpus, self.gpu.gpus_per_node)
@@ -89,6 +90,7 @@ def best_layouts(request: Request, gpus: int, top: int) -> list[Plan]:
     kept: dict[tuple, Plan] = {}
     for plan in sorted(found, key=_order):
         split = tuple(getattr(plan.config, name) for name in SPLITS)
+        # Plans come best first, so the first one of a split stays.
         kept.setdefault(split, plan)
 
     # Those that fit; where none does, those that need least.
@@ -132,6 +134,7 @@ def _order(plan: Plan) -> tuple[int, float]:
 
 def expected_slowest(ranks: int) -> float:
     """Mean of the largest of so many standard normal numbers, within 2 %; 0 of one."""
+    # Blom's plotting position of the largest: 3/8 and 1/4 suit the normal distribution.
     return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
@@ -141,7 +144,7 @@ def sample_bytes(config: Config) -> int:
     channels = config.state_channels
     if config.task == "forecast":
         channels += config.n_out_channels * config.longest_rollout
-    return 4 * points * channels
+    return 4 * points * channels  # float32 has 4 bytes
 
 
 def at_scale(plan: Plan) -> Plan:
@@ -167,6 +170,7 @@ def scaling(request: Request, counts: Sequence[int]) -> list[Plan]:
     for kind in ("strong", "weak"):
         first = None
         for gpus in counts:
+            # Weak scaling starts at the batch that was asked for.
             times = gpus // counts[0] if kind == "weak" else 1
             plans, _ = formula_plans(request, gpus, times)
             if not plans:  # the batch is too small for so many

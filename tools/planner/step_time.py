@@ -26,6 +26,7 @@ UNCALIBRATED, MEASURED = 0.35, 0.25  # half-widths of the band, see StepTime
 # about 300 kernels takes 1.53 ms, 1.29 ms of them in kernels.
 GRAPH_GAP = 0.8e-6
 
+# _bound reads here what it calls each part. A part of communication has the name of its group.
 BOUNDS = {
     "matmul": "compute",
     ATTENTION: "compute",
@@ -106,6 +107,7 @@ def rank_time(
         # There the host computes by itself.
         for phase, seconds in host.items():
             table[phase, "launch"] = seconds
+    # The update comes once, so micro-batches have no part in it.
     waited = _total(table, but="update")
 
     # the communication that computation does not hide,
@@ -172,13 +174,14 @@ class _Rank:
         seconds = Table(float)
         for operation, calls in self.trace.operations.items():
             part = operation.kind if operation.flops else "memory"
+            # Ranks wait for the slowest one in every step.
             seconds[operation.phase, part] += calls * times.seconds(operation, speeds) * self.late
         return seconds
 
     def collectives(self) -> list[dict[str, Any]]:
         """Collectives of the step by kind, as StepTime has them."""
-        counts = Counter[tuple[str, ...]]()
-        sizes = Counter[tuple[str, ...]]()
+        counts = Counter[tuple[str, ...]]()  # {(phase, kind, group): calls}
+        sizes = Counter[tuple[str, ...]]()  # {(phase, kind, group): bytes}
         for message, calls in self.trace.messages.items():
             sort = message.phase, message.kind, message.group
             counts[sort] += calls
@@ -190,6 +193,7 @@ class _Rank:
             count = max(1, round(counts[phase, kind, group]))
             members = self.trace.groups[group]
             shapes = node_shapes(members, self.layout.world_size, self.gpu.gpus_per_node)
+            # A message of a pipeline, or of ring attention, goes to one neighbour.
             passes_all = kind != "send" and not self._is_ring_attention(kind, group)
             times = []
             for nodes, fewest in shapes:
@@ -204,6 +208,7 @@ class _Rank:
                     ring=passes_all,
                 )
                 times.append(seconds)
+            # The group whose place in the nodes is the worst counts, since the others wait for it.
             collective = {
                 "phase": phase,
                 "kind": kind,
@@ -268,6 +273,7 @@ class _Rank:
             left = min(total, max(0, total - behind_computing) + first_or_last)
         measured = self.gpu.measured
         overlap = measured.overlap if measured else 1
+        # A measured machine hides only this share of what computation could hide.
         return total - (total - left) * overlap
 
     def _bucket(self, collective: dict[str, Any]) -> float:
@@ -298,6 +304,7 @@ class _Rank:
                 for phase, own in around.items():
                     seconds[phase] += calls * own * self.late
         else:
+            # The host launches a collective like any operation.
             launch = host_seconds(self.config, fmean(each.values()))
             each = dict.fromkeys(PASSES, launch)
             for collective in collectives:
@@ -323,6 +330,7 @@ class _Rank:
                 gained += _total(computing, but="update") - _total(faster, but="update")
         chunks = 2 if self.config.pp_schedule == "interleaved" else 1
         passes = self.config.gradient_accumulation * chunks
+        # The pipeline fills and drains, so the gain counts twice.
         return ((stages - 1) * waited - 2 * gained) / passes
 
 
@@ -361,6 +369,7 @@ def host_seconds(config: Config, launch: float) -> float:
     """
     if config.enable_cuda_graphs:
         return GRAPH_GAP
+    # Compiled code fuses operations, and launches fewer of them.
     return launch * (COMPILED_LAUNCHES if config.enable_jit else 1)
 
 

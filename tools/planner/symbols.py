@@ -84,6 +84,7 @@ class Symbols:
     def n(self) -> int:
         """Tokens of this rank. The first rank of uneven shares has the largest."""
         rows, columns, *deep = self.patches
+        # Context parallelism cuts an image into bands of rows as well.
         rows_here = math.ceil(rows / (self.layout.cp * self.layout.domain[0]))
         columns_here = math.ceil(columns / self.layout.domain[1])
         return rows_here * columns_here * math.prod(deep)
@@ -120,7 +121,7 @@ class Symbols:
         """Numbers of a forecast micro-batch; 0 for a classifier, whose output is small."""
         if self.classifies:
             return 0
-        return self.b * self.n * self.outputs
+        return self.b * self.n * self.outputs  # (b, n, outputs)
 
     # Activations.
 
@@ -142,6 +143,7 @@ class Symbols:
     @cached_property
     def stream(self) -> float:
         """Activations of the residual stream that a rank keeps between layers."""
+        # Sequence parallelism shares out the tokens between layers over the tensor-parallel ranks.
         return self.layer / (self.t if self.config.sequence_parallel else 1)
 
     @cached_property
@@ -164,6 +166,7 @@ class Symbols:
         """Blocks that are computed again in the backward pass."""
         if self.config.activation_checkpointing == "none":
             return 0
+        # Checkpointing takes one block of each interval.
         return self.L // self.config.checkpointing_interval
 
     # Parameters.
@@ -171,18 +174,22 @@ class Symbols:
     @cached_property
     def matrices(self) -> float:
         """Weights of a block's matrices: 12 D^2 / t where the MLP is four times as wide as the stream."""
+        # Attention has four D x D matrices, for q, k, v and its output; the MLP has two, D x r D and r D x D.
         return (4 + 2 * self.config.mlp_ratio) * self.D**2 / self.t
 
     @cached_property
     def block(self) -> float:
         """Parameters of a block: matrices, their biases, and two norms with the biases of what is summed over tp."""
+        # Biases of q, k, v and of the hidden layer are split. Two norms have 4 D, and the biases of what is summed 2 D.
         biases = (3 + self.config.mlp_ratio) * self.D / self.t
         return self.matrices + biases + 6 * self.D
 
     @cached_property
     def rest(self) -> int:
         """Parameters in no block: the embedding of the first stage, the last norm and the head of the last one."""
+        # The embedding has weights, a bias, and a position for each token of the whole image.
         embedding = (self.inputs + 1 + self.N) * self.D if self.is_first else 0
+        # The last norm has 2 D, and the head has weights and a bias.
         head = 2 * self.D + (self.D + 1) * self.outputs if self.is_last else 0
         return embedding + head
 
@@ -196,6 +203,7 @@ class Symbols:
     @cached_property
     def replicas(self) -> int:
         """Ranks that compute with the same weights."""
+        # Ranks that share an image have the same weights too.
         return self.layout.dp * self.c
 
     @cached_property
@@ -208,6 +216,7 @@ class Symbols:
         """Ranks over which fully_shard cuts the parameters."""
         if not self.is_sharded:
             return 1
+        # The strategy hsdp cuts over a part of the data-parallel ranks, the others over all.
         return (self.layout.shard or self.layout.dp) * self.c
 
     @cached_property
@@ -219,6 +228,7 @@ class Symbols:
     def updated(self) -> float:
         """Parameters that the optimizer of this rank updates."""
         share = self.parameters / self.shards
+        # The strategy zero1 shares out the optimizer's work, and not the parameters.
         if self.config.data_parallel == "zero1":
             share /= self.replicas
         return share
@@ -247,7 +257,8 @@ class Symbols:
     def in_flight(self) -> float:
         """Micro-batches of which a rank keeps activations at once."""
         stages = self.layout.pp
-        later = stages - self.stage
+        later = stages - self.stage  # this stage and those after it
+        # GPipe makes all forward passes before the first backward pass.
         if stages > 1 and self.config.pp_schedule == "gpipe":
             return self.m
         if self.chunks > 1:

@@ -28,6 +28,7 @@ from utils.yaml_files import read_mappings
 RANKS = 2
 SMALL = ("--depth=4", "--device=cpu", "--local_batch_size=4")
 LAYOUTS = "tools/planner/verify.yaml"
+# The search ranks layouts of this config, and they are timed as well.
 SEARCHED = (
     "--yaml_config=config/mp.yaml",
     "--config=mp_quick",
@@ -43,6 +44,7 @@ def build_cases(times: bool = False) -> list[Case]:
     """The cases of tools/planner/verify.yaml, with a small model. times: those for times as well."""
     cases = []
     for group in read_mappings(LAYOUTS, "groups of layouts").values():
+        # Some layouts are of interest for their time alone.
         if group.get("time") and not times:
             continue
         config = group["config"]
@@ -92,6 +94,7 @@ def differ(found: Sequence[Trace], traces: Sequence[Trace]) -> str:
     for real_trace_of_rank, trace in zip(found, traces, strict=False):
         real = counts(real_trace_of_rank)
         plan = counts(trace)
+        # The union shows also what only one of the two has.
         for key in real | plan:
             if real[key] != plan[key]:
                 problems.append(f"{real[key]} {key} planned as {plan[key]}")
@@ -103,7 +106,7 @@ def counts(trace: Trace) -> Counter[Any]:
     numbers = Counter[Any]({name: int(trace.held[name]) for name in HELD})
     flops: Any = sum(operation.flops * calls for operation, calls in trace.operations.items())
     numbers["FLOP"] = flops
-    return trace.messages + numbers
+    return trace.messages + numbers  # a sum of Counters leaves out what is zero
 
 
 def real_trace(rank: Process, case: Case) -> Trace:
@@ -127,6 +130,7 @@ def validate(rounds: int = ROUNDS) -> int:
             for case in cases:
                 for _ in range(STEPS):
                     of_ranks = teams.call(case.ranks, seconds_of, case)
+                    # A step ends with its slowest rank.
                     seconds[case.name].append(max(of_ranks))
 
         # The machine and the layouts, in turns.

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 try:
     import torch  # noqa: F401
 except ImportError as error:
+    # Whoever takes the wrong Python reads one line here, and no traceback.
     sys.exit(f"FAIL  torch: {error} - make setup, or take the python of the environment that has it")
 
 from tools.preflight.checks import CHECKS, Results
@@ -55,6 +56,7 @@ def run_checks(options: argparse.Namespace, ranks: Rendezvous) -> Results:
             yield CheckResult("ok", "rendezvous", message)
         for check in CHECKS:
             end = f"the end of {check.__name__.replace('_', ' ')}"
+            # A check has two time limits for itself, so the others wait for three at its end.
             yield from merge(ranks.exchange(end, attempt(check, options, ranks), 3 * options.timeout), ranks)
     except Absent as error:
         result = CheckResult("FAIL", "rendezvous", str(error), "its own output may say why")
@@ -73,8 +75,10 @@ def attempt(
     try:
         limited(2 * options.timeout, lambda: results.extend(check(options, ranks)))
     except Exception as error:
+        # These errors explain themselves. Any other one is clearer beside its type.
         kind = "" if isinstance(error, Absent | TimeoutError | UsageError) else f"{type(error).__name__}: "
         name, advice = check.__name__.replace("_", " "), "the output of the ranks may say more"
+        # The list is a copy, since a thread that hangs may still add to the old one.
         results = [*results, CheckResult("FAIL", name, f"{kind}{first_line(error)}", advice)]
     return results
 
@@ -93,6 +97,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="S",
         help="seconds to wait for ranks (%(default)s)",
     )
+    # The launcher of a site passes every path of a run, and the checks need only that of the training data.
     for name in OTHER_PATHS:
         option(f"--{name}_path", help=argparse.SUPPRESS)
     return parser.parse_args(argv)

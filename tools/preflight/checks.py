@@ -39,7 +39,7 @@ def packages(_options: Namespace, _ranks: Rendezvous) -> Results:
     level = "ok" if sys.version_info >= (3, 11) else "FAIL"
     yield CheckResult(level, "python", platform.python_version(), "3.11 or newer is needed")
     requirements = (ROOT / "requirements.txt").read_text().splitlines()
-    pins = [line.split("==") for line in requirements if "==" in line]
+    pins = [line.split("==") for line in requirements if "==" in line]  # [name, version]
     for name, pin in pins:
         try:
             installed = metadata.version(name)
@@ -66,6 +66,7 @@ def devices(options: Namespace, ranks: Rendezvous) -> Results:
     gpu = device_module(device, "mem_get_info")
     if gpu:
         free, total = (size / 2**30 for size in gpu.mem_get_info(device))
+        # The context of this process takes a few percent itself.
         level = "ok" if free > 0.9 * total else "warn"
         message += f" {gpu.get_device_name(device)}, {free:.0f} of {total:.0f} GiB free, {built_for()}, "
         message += f"driver {' '.join(driver() or ['unknown'])}"  # a container may hide it
@@ -83,15 +84,18 @@ def environment(_options: Namespace, ranks: Rendezvous) -> Results:
         if reason:
             yield CheckResult("warn", "variables", f"{setting}: {reason}", f"unset {name}")
         elif name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+            # Each rank asks for the interfaces of its own node, since nodes may differ.
             level = "FAIL" if unknown_interfaces(value) else "ok"
             yield CheckResult(level, "variables", setting, f"one of {' '.join(interface_addresses())}")
         elif name.startswith(("NCCL_", "TORCH_NCCL_")) or name == "CUDA_VISIBLE_DEVICES":
+            # Other settings of the network are shown, so that a report has them.
             yield CheckResult("ok", "variables", setting)
 
 
 def _threads(ranks: Rendezvous) -> CheckResult:
     """Compare the threads of the ranks on this node with its CPUs."""
     cpus = os.cpu_count() or 1
+    # Slurm may bind a rank to fewer CPUs than the node has.
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cpus
     threads = torch.get_num_threads()
     there = min(ranks.launch.ranks_per_node, ranks.size)
@@ -108,6 +112,7 @@ def _threads(ranks: Rendezvous) -> CheckResult:
 
 def unknown_interfaces(value: str) -> bool:
     """Tell whether no interface of this node matches 'ib', '=eth0' or 'eth,ib' (prefixes, as NCCL reads them)."""
+    # An exclusion allows whatever else the node has.
     if value.startswith("^"):
         return False
     names = tuple(value.lstrip("=").split(","))
@@ -122,6 +127,7 @@ def log_folder(options: Namespace, _ranks: Rendezvous) -> Results:
     """Check that this rank can write, sync and rename files in the log folder."""
     folder = Path(options.expdir)
     advice = "another folder: --expdir, or LOG_DIR for sites/launch.sh"
+    # Ranks write at the same time, so each has a name of its own.
     mark = folder / f".preflight-{uuid.uuid4().hex}"
     try:
         with whole_file(mark) as part:
@@ -144,6 +150,7 @@ def data_folder(options: Namespace, ranks: Rendezvous) -> Results:
         return
     folder = Path(options.train_data_path or "data")
     file = _first_file(folder)
+    # Ranks without a file take part as well, or the others would wait for them.
     speeds = ranks.exchange("data folder: read", read_speed(file) if file else None)
     if file:
         read = [speed for speed in speeds if speed is not None]
@@ -151,6 +158,7 @@ def data_folder(options: Namespace, ranks: Rendezvous) -> Results:
     else:
         message = f"{folder}: no data files there"
         advice = "docs/data.md says how to fill it, make demo makes sample data; --train_data_path names another"
+        # An empty folder is a failure only where somebody named it.
         yield CheckResult("FAIL" if options.train_data_path else "warn", "data folder", message, advice)
 
 
@@ -166,7 +174,7 @@ def read_speed(file: Path) -> float:
     """Bytes/s of the beginning of a file."""
     began = time.perf_counter()
     with file.open("rb", buffering=0) as opened:
-        count = len(opened.read(2**26))
+        count = len(opened.read(2**26))  # 64 MiB at most
     return count / (time.perf_counter() - began)
 
 
@@ -190,6 +198,7 @@ def shared_folder(options: Namespace, ranks: Rendezvous) -> Results:
     mark = folder / f".preflight-{uuid.uuid4().hex}"
     if ranks.rank == 0:
         mark.touch()
+    # Rank 0 writes before it sends the name, so the file exists when others look for it.
     name, *_ = ranks.exchange("shared folder: written", mark.name)
     began = time.monotonic()
 
@@ -198,9 +207,10 @@ def shared_folder(options: Namespace, ranks: Rendezvous) -> Results:
             return folder / name in folder.iterdir()  # listing the folder asks the server
         return False
 
+    # Ranks give up looking before the exchange below would call them missing.
     found = wait_until(seen, min(10, ranks.patience / 2))
     answers = ranks.exchange("shared folder: seen", time.monotonic() - began if found else None)
-    mark.unlink(missing_ok=True)
+    mark.unlink(missing_ok=True)  # only rank 0 has written its own
     blind = [rank for rank, answer in enumerate(answers) if answer is None]
     message = f"not seen by {ranks.names(blind)}" if blind else f"seen after {max(answers):.1f} s"
     advice = "a folder that all nodes share: --expdir, or LOG_DIR"
@@ -237,6 +247,7 @@ def network(options: Namespace, ranks: Rendezvous) -> Results:
     # NCCL ends the process at its timeout, before the rendezvous can say which rank is missing.
     patience = datetime.timedelta(seconds=ranks.patience * (1 if backend == "gloo" else 100))
     bound_device = None if backend == "gloo" else device
+    # The group may use a clone at the same time as the rendezvous uses the store.
     store = ranks.store.clone()  # type: ignore[union-attr]  # not in torch's stubs
     dist.init_process_group(
         backend,
@@ -246,6 +257,7 @@ def network(options: Namespace, ranks: Rendezvous) -> Results:
         timeout=patience,
         device_id=bound_device,
     )
+    # Only a collective shows that data pass.
     dist.all_reduce(torch.ones(1, device=device))
     yield CheckResult("ok", "process group", f"{backend}, {ranks.size} ranks")
     yield from collectives(device)
@@ -277,7 +289,7 @@ def bandwidth(device: torch.device, ranks: Rendezvous) -> Results:
         shown = []
         points_of = collective_speed.all_points(groups, device, sizes, ("all_reduce", "all_gather"))
         for kind, points in points_of.items():
-            latency, speed = collective_speed.fit(points)
+            latency, speed = collective_speed.fit(points)  # seconds, bytes/s
             shown.append(f"{kind} {speed / 1e9:.2f} GB/s, {latency * 1e6:.0f} us")
         names = {"all": "all ranks", "inside": "inside a node", "across": "across nodes"}
         where = names[place]
@@ -290,6 +302,7 @@ def checkpoint_group(seconds: float) -> Results:
     patience = datetime.timedelta(seconds=seconds)
     try:
         group = dist.new_group(backend="gloo", timeout=patience)
+        # This barrier names every rank that is missing.
         dist.monitored_barrier(group, patience, wait_all_ranks=True)
     except RuntimeError as error:
         advice = "GLOO_SOCKET_IFNAME: the interface by which the other nodes reach this one"
@@ -298,4 +311,6 @@ def checkpoint_group(seconds: float) -> Results:
     yield CheckResult("ok", "checkpoint group", f"gloo through {interface}: all ranks have met")
 
 
+# All ranks take the checks in this order, which matters to those that exchange values. The network comes last: after a
+# failure in it, ranks may disagree on their groups.
 CHECKS = (packages, devices, environment, log_folder, data_folder, shared_folder, clocks, network)

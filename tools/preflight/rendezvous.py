@@ -39,9 +39,10 @@ def limited(seconds: float, function: Callable[..., T], *args: Any) -> T:
         try:
             outcome.set_result(function(*args))
         except BaseException as error:
+            # Whatever is raised belongs to the caller, who waits in another thread.
             outcome.set_exception(error)
 
-    threading.Thread(target=call, daemon=True).start()
+    threading.Thread(target=call, daemon=True).start()  # a daemon that hangs lets the process end
     try:
         return outcome.result(seconds)
     except TimeoutError:
@@ -60,6 +61,7 @@ class Rendezvous:
         self.size = launch.world_size
         self.patience = patience
         self.address = f"{launch.master_addr}:{launch.master_port}"
+        # The commands of Slurm take its own name for a node.
         self.node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         # Until a rank has come, its node is known by its number alone.
         self.nodes = [self.node] * self.size
@@ -73,6 +75,7 @@ class Rendezvous:
         Raises Absent with the ranks that did not come, or with the address or port that cannot be used.
         """
         try:
+            # An unknown name fails here at once, and not at the time limit of the store.
             socket.getaddrinfo(self.launch.master_addr, self.launch.master_port)
             self.store = open_store(self.launch, 2 * self.patience)
         except (OSError, RuntimeError) as error:
@@ -93,11 +96,12 @@ class Rendezvous:
             return [value]
         patience = patience or self.patience
         store = self.store
-        keys = [f"{key}/{rank}" for rank in range(self.size)]
+        keys = [f"{key}/{rank}" for rank in range(self.size)]  # one of each rank
 
         def meet() -> list[Any]:
             store.set(keys[self.rank], json.dumps(value))
             store.wait(keys, timedelta(seconds=patience))
+            # A rank's own value takes this way too, so that all ranks have equal lists.
             return [json.loads(text) for text in store.multi_get(keys)]
 
         # The store has a time limit of its own. The thread's is for a store that does not answer at all.
@@ -109,6 +113,7 @@ class Rendezvous:
                 if not store.check([name]):
                     absent.append(rank)
                 elif key == ARRIVAL:
+                    # Whoever has come has told its node.
                     self.nodes[rank] = json.loads(store.get(name))
             what = "come" if key == ARRIVAL else f"reach '{key}'"
             raise Absent(f"{self.names(absent)} did not {what} within {patience:g} s") from None
@@ -122,6 +127,7 @@ class Rendezvous:
             with contextlib.suppress(RuntimeError, TimeoutError):
                 limited(LEAVE_SECONDS, store.add, "left", 1)
                 if self.rank == 0:
+                    # Adding nothing reads the counter.
                     wait_until(lambda: store.add("left", 0) >= self.size, LEAVE_SECONDS)
 
     def names(self, ranks: Iterable[int]) -> str:
@@ -141,7 +147,7 @@ class Rendezvous:
 
 def shortened(numbers: Iterable[int]) -> str:
     """[1, 4, 5, 6] as '1,4-6'."""
-    runs: list[list[int]] = []
+    runs: list[list[int]] = []  # [first, last] of consecutive numbers, or [number]
     for number in sorted(numbers):
         if runs and runs[-1][-1] == number - 1:
             runs[-1] = [runs[-1][0], number]
@@ -169,12 +175,14 @@ def merge(
     ranks: Rendezvous,
 ) -> list[CheckResult]:
     """Join the results of all ranks, in rank order; a result that only some ranks have names them."""
+    # Equal results become one line, at the place where the lowest rank has it.
     ranks_of: dict[CheckResult, list[int]] = {}
     for rank, results in enumerate(answers):
         for result in results:
             ranks_of.setdefault(CheckResult(*result), []).append(rank)
     merged = []
     for common, members in ranks_of.items():
+        # A result that all ranks share needs no names.
         whose = f"{ranks.names(members)}: " if len(members) < ranks.size else ""
         merged.append(common._replace(found=f"{whose}{common.found}"))
     return merged
