@@ -251,7 +251,7 @@ def test_ring_attention_takes_the_flash_kernel_where_a_gpu_has_it(monkeypatch, c
 def test_the_log_sum_exp_is_padded_for_nvidia_alone(monkeypatch, hip, length):
     taken = []
     monkeypatch.setattr(torch.version, "hip", hip)
-    backward = lambda grad, q, k, v, mask, out, lse, *others: taken.append(lse.shape[2]) or (q, k, v)  # noqa: E731
+    backward = lambda grad, q, k, v, mask, out, lse, *others: taken.append(lse.shape[2]) or (q, k, v, None)  # noqa: E731
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_efficient_attention_backward", backward, raising=False)
     x = torch.zeros(1, 2, 50, 8)
     attention.CudaEfficient.backward(x, x, x, x, x, torch.zeros(1, 2, 50))

@@ -28,7 +28,7 @@ FAILING = """
 import sys, torch
 from pathlib import Path
 from training.watchdog import Watchdog
-from utils import comm
+from utils import comm, connection
 
 def main():
     connection.connect("cpu")

@@ -21,13 +21,14 @@ from utils.device import select_device
         (["test"], '-n 3 --dist loadfile -m "not slow"'),
         (["test", "FILES=tests/test_vit.py"], '-n 3 --dist loadfile -m "not slow" tests/test_vit.py'),
         (["test", "PYTEST_ARGS=-k name", "WORKERS=0"], '-n 0 --dist loadfile -m "not slow" -k name'),
-        (["test-all"], "-n 3 --dist loadfile"),
-        (["test-all", "FILES=tests/test_vit.py", "PYTEST_ARGS=-x"], "-n 3 --dist loadfile -x tests/test_vit.py"),
+        (["test-all"], "-n 3 --dist loadfile --cov"),
+        (["test-all", "COVERAGE="], "-n 3 --dist loadfile"),
+        (["test-all", "FILES=tests/test_vit.py", "PYTEST_ARGS=-x"], "-n 3 --dist loadfile --cov -x tests/test_vit.py"),
     ],
 )
 def test_make_passes_files_and_arguments_on(words, command):
     # Those of a make around this one go.
-    around = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "FILES", "PYTEST_ARGS", "WORKERS")
+    around = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "FILES", "PYTEST_ARGS", "WORKERS", "COVERAGE")
     env = {name: value for name, value in os.environ.items() if name not in around}
     said = subprocess.run(["make", "-n", *words], capture_output=True, text=True, check=True, env=env).stdout
     assert " ".join(said.splitlines()[-1].split()).endswith(f"python -m pytest {command}")
