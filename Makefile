@@ -23,7 +23,7 @@ PY := $(BIN)/python
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 3# processes that share out the files of tests, each with about 4 GB; 0: none, for a debugger
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
-COVERAGE ?= --cov
+COVERAGE ?= --cov --cov-report=term# in this order: a bare --cov would take the next word, a file, for what to count
 
 demo: setup
 	$(BIN)/python -m weather.sample_data data/quick

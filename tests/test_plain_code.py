@@ -8,7 +8,7 @@ LONG_SUM = " + ".join(f"x{i}" for i in range(30))
 NESTED = "f(g(h(i(j(k(1))))))"
 
 BROKEN = {
-    "long statement": (f"y = {LONG_SUM}\n", "59 expressions|tokens in a statement"),
+    "long statement": (f"y = {LONG_SUM}\n", "tokens in a statement"),
     "nesting": (f"y = {NESTED}\n", "6 expressions in one another"),
     "comprehension": ("y = [[a for a in b] for b in c]\n", "a comprehension within a comprehension"),
     "condition": ("f(1 if a > b else 2)\n", "a condition within a call"),
@@ -39,7 +39,7 @@ def problems(tmp_path, monkeypatch, text):
 def test_what_is_dense_is_named_with_its_place(tmp_path, monkeypatch, text, line):
     found = problems(tmp_path, monkeypatch, text)
     assert found and all(problem.startswith("code.py:") for problem in found)
-    assert any(part in problem for problem in found for part in line.split("|"))
+    assert any(line in problem for problem in found)
 
 
 @pytest.mark.parametrize("text", PLAIN.values(), ids=PLAIN)
