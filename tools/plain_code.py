@@ -195,7 +195,7 @@ def broken_rules(node: ast.stmt, source: Source) -> Iterator[str]:
     depth = nesting_of(part)
     if depth > MOST_NESTING:
         yield f"{depth} expressions in one another: name the inner ones ({MOST_NESTING} at most)"
-    if holds(part, COMPREHENSIONS, COMPREHENSIONS):
+    if has_nested_comprehension(part):
         yield "a comprehension within a comprehension: write a loop"
     if has_condition_in_call(part):
         yield "a condition within a call: name its value first"
@@ -268,13 +268,13 @@ def nesting_of(node: ast.AST) -> int:
     return below + isinstance(node, NESTS)
 
 
-def holds(node: ast.AST, outer: tuple, inner: tuple) -> bool:
-    """Tell whether one of the `outer` kinds of expressions has one of the `inner` kinds anywhere in it."""
+def has_nested_comprehension(node: ast.AST) -> bool:
+    """Tell whether a comprehension stands anywhere within another one."""
     for child in ast.walk(node):
-        if not isinstance(child, outer):
+        if not isinstance(child, COMPREHENSIONS):
             continue
         below = list(ast.walk(child))[1:]  # without the child itself, which comes first
-        if any(isinstance(other, inner) for other in below):
+        if any(isinstance(other, COMPREHENSIONS) for other in below):
             return True
     return False
 
