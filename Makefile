@@ -4,6 +4,7 @@
 # make test-all   set up, run all tests, and print which lines they reach; takes the same variables, and COVERAGE= for none
 # make setup  the environment alone (.venv); TORCH="torch==2.11.0 --index-url ..." with another build of torch,
 #             SITE_TORCH=1 with the torch that a loaded module gives (docs/launch.md)
+# make lock   write requirements/lock.txt, the version of everything that is installed, for continuous integration
 # make lint   ruff: lint and format check; mypy: types; import-linter: what may import what; plain_code: how dense it is
 # make site   build the pages as a web site into site/; make site-serve: show it on this machine, anew after each change
 # make drawings   make the drawings of the docs again; make notebooks: the lessons as notebooks
@@ -15,7 +16,7 @@
 # make exercise   list the exercises; N=3 checks yours, N=3 SOLUTION=1 its solution (exercises/README.md)
 # make faults ROUNDS=3   break running jobs in many ways and compare their losses
 # make fuzz MINUTES=10   feed every reader and every command hostile input, and run compositions of all options
-.PHONY: afresh demo setup test test-all lint lint-docs figures drawings notebooks site site-serve clean exercise faults fuzz gpu preflight slurm slurm-shell slurm-stop
+.PHONY: afresh demo setup test test-all lock lint lint-docs figures drawings notebooks site site-serve clean exercise faults fuzz gpu preflight slurm slurm-shell slurm-stop
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -37,6 +38,11 @@ test: .venv/installed-dev
 
 test-all: .venv/installed-dev .venv/installed-models
 	$(PYTEST) $(COVERAGE) $(PYTEST_ARGS) $(FILES)
+
+# Without torch: requirements.txt names its release, and each machine takes its own build of it.
+lock: .venv/installed-dev
+	echo '# The version of everything that the tests install, for continuous integration: `make lock` writes it.' > requirements/lock.txt
+	$(BIN)/python -m pip freeze | grep -v '^torch==' >> requirements/lock.txt
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -1,7 +1,9 @@
 """plan.py check --all: what it draws, what it finds, and how small it makes a finding."""
 
 import json
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count, islice
 from types import SimpleNamespace
 from typing import Literal
@@ -15,7 +17,7 @@ from tools.compositions import choices, judge, search
 from tools.compositions.choices import Choice, all_choices, keys_that_take_part, values_of
 from tools.compositions.composition import Base, settings_of
 from tools.compositions.drawing import Draws
-from tools.compositions.judge import EQUAL, FINDING, REFUSED, Judge, Verdict
+from tools.compositions.judge import EQUAL, FINDING, REFUSED, Judge, JudgeEnded, Verdict
 from utils import schema
 from utils.errors import INTERRUPTED_STATUS
 from utils.schema import Config, key
@@ -112,9 +114,10 @@ def test_another_fault_met_while_shrinking_is_not_taken_for_the_first():
 
 def test_a_known_finding_is_counted_and_not_made_small_again(base):
     report, judged = search.Report(0), FakeJudge("dp=2")
+    searching = search.Search(base, [], report)
     for words in ("dp=2 seed=2", "dp=2 ema=0.5"):
         composition = composition_of(words)
-        search.note(report, composition, judged.judge(composition), base, judged)
+        searching.note(composition, judged.judge(composition), judged)
     assert [(finding.composition.name, finding.seen) for finding in report.findings] == [("dp=2", 2)]
 
 
@@ -194,7 +197,7 @@ def test_the_report_is_json_and_text_and_the_status_says_whether_something_was_f
     monkeypatch.setattr(Judge, "judge", FakeJudge("tensor_parallel=2").judge)
     ticks = count()  # a clock that goes on by a second with each composition, however long that takes
     monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
-    words = ["check", "--all", "--minutes", "0.4", "--seed", "7", "--json", str(tmp_path / "found.json")]
+    words = ["check", "--all", "--jobs", "1", "--minutes", "0.4", "--seed", "7", "--json", str(tmp_path / "found.json")]
     assert plan.main(words) == 1
     told = json.loads((tmp_path / "found.json").read_text())
     assert told["seed"] == 7 and told["finding"] > 0 and told["equal"] > 0
@@ -214,11 +217,26 @@ def test_an_interrupted_search_tells_what_it_has_found(tmp_path, monkeypatch, ca
     judged = count()
     monkeypatch.setattr(Judge, "__init__", lambda self, *_: None)
     monkeypatch.setattr(Judge, "__exit__", lambda *_: None)
+    monkeypatch.setattr(Judge, "end", lambda self: None)
     monkeypatch.setattr(Judge, "judge", interrupted)
-    words = ["check", "--all", "--seed", "7", "--json", str(tmp_path / "found.json")]
+    words = ["check", "--all", "--jobs", "1", "--seed", "7", "--json", str(tmp_path / "found.json")]
     assert plan.main(words) == INTERRUPTED_STATUS
     assert "seed 7: 3 compositions: 3 equal" in capsys.readouterr().out
     assert json.loads((tmp_path / "found.json").read_text())["equal"] == 3
+
+
+def test_a_judge_that_is_ended_from_another_thread_raises_and_leaves_no_rank(monkeypatch, base):
+    monkeypatch.setattr(judge, "try_out", stuck)
+    with Judge(base, patience=60, plans=False) as judged, ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(judged.judge, composition_of("dp=2"))
+        deadline = time.monotonic() + 60
+        while not (2 in judged.teams.running and len(judged.teams.running[2].processes) == 2):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        judged.end()
+        with pytest.raises(JudgeEnded):
+            waiting.result(timeout=60)
+        assert 2 not in judged.teams.running
 
 
 @pytest.mark.parametrize(

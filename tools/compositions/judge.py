@@ -51,6 +51,10 @@ class Verdict:
     text: str = ""
 
 
+class JudgeEnded(Exception):
+    """A judge was ended while it judged."""
+
+
 class Judge(AbstractContextManager):
     """It keeps the ranks, the references, and the process that plans.
 
@@ -80,9 +84,15 @@ class Judge(AbstractContextManager):
         self.folder = Path(self.opened.enter_context(tempfile.TemporaryDirectory()))
         self.references: dict[str, Outcome | Verdict] = {}
         self.meshes: dict[int, set[Any]] = {}  # of the teams, by their size
+        self.is_ended = False
 
     def __exit__(self, *error: Any) -> None:
         self.opened.__exit__(*error)
+
+    def end(self) -> None:
+        """End the processes. In a thread that judges, JudgeEnded is raised."""
+        self.is_ended = True
+        self.opened.close()
 
     def judge(self, composition: Composition) -> Verdict:
         """Run a composition, and tell what came out. Raises TooManyRanks for one that is not tried."""
@@ -162,21 +172,27 @@ class Judge(AbstractContextManager):
             self.teams.end(size)
             seen.clear()
         seen.add(trial.case.layout)
+        if self.is_ended:
+            raise JudgeEnded
         try:
             return self.teams.call(size, try_out, trial)
-        # NoAnswer and OutOfMemory are RankErrors, so they come first. Whatever failed, its team has been ended.
-        except NoAnswer:
-            seen.clear()
+        except UsageError as error:
+            if self.is_ended:
+                raise JudgeEnded from None
+            seen.clear()  # whatever failed, its team has been ended
+            return self._finding(error)
+
+    def _finding(self, error: UsageError) -> Verdict:
+        """The finding of an error on ranks."""
+        # NoAnswer and OutOfMemory are RankErrors, so they come first.
+        if isinstance(error, NoAnswer):
             return Verdict(FINDING, "hang", f"no answer within {self.patience:.0f} s")
-        except OutOfMemory as error:
-            seen.clear()
+        if isinstance(error, OutOfMemory):
             return Verdict(FINDING, "out of memory", first_line(error))
-        except RankError as error:
-            seen.clear()
+        if isinstance(error, RankError):
             return Verdict(FINDING, "traceback", described(error))
-        except UsageError as error:  # in one line, but in a run that has begun
-            seen.clear()
-            return Verdict(FINDING, "late refusal", described(error))
+        # In one line, but in a run that has begun.
+        return Verdict(FINDING, "late refusal", described(error))
 
 
 class Planning:

@@ -4,9 +4,12 @@ import argparse
 import itertools
 import random
 import shlex
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,13 +23,14 @@ from tools.compositions.choices import (
 )
 from tools.compositions.composition import Base, Composition, TooManyRanks, ranks_of
 from tools.compositions.drawing import Draws
-from tools.compositions.judge import EQUAL, FINDING, HANG_SECONDS, NUMBERS, REFUSED, Judge, Verdict
+from tools.compositions.judge import EQUAL, FINDING, HANG_SECONDS, NUMBERS, REFUSED, Judge, JudgeEnded, Verdict
 from tools.planner.layouts import SPLITS
 from utils.command_line import parse_command_line
 from utils.errors import INTERRUPTED_STATUS, ArgumentParser, UsageError, float_in_range, int_in_range
 from utils.files import write_json
 
 MOST_SHRINKING = 40  # runs to make a finding smaller
+JOBS = 2  # at one time; more would only take turns on few cores
 
 
 @dataclass
@@ -101,53 +105,83 @@ class Report:
         return "\n".join(lines)
 
 
-def search(
-    base: Base,
-    draws: Draws,
-    judge: Judge,
-    report: Report,
-    end: float,
-) -> None:
-    """Run drawn compositions until the time `end`, and put what comes out into a report."""
-    for composition in draws:
+class Search:
+    """A search by several judges at one time, each in a thread of its own: ranks of one wait while others compute.
+
+    base: the options that all compositions share. draws: where compositions come from. report: takes what comes out.
+    """
+
+    def __init__(self, base: Base, draws: Draws, report: Report):
+        self.base = base
+        self.draws = draws
+        self.report = report
+        self.compositions = iter(draws)
+        self.lock = threading.Lock()  # of draws and report
+
+    def run(self, judges: Sequence[Judge], end: float) -> None:
+        """Run drawn compositions until the time `end`.
+
+        Raises KeyboardInterrupt, as soon as the ranks are ended, and what a judge raises.
+        """
+        with ThreadPoolExecutor(len(judges)) as threads:
+            working = [threads.submit(self._work, judge, end) for judge in judges]
+            try:
+                # The first error, of whichever judge, ends the search.
+                for done in as_completed(working):
+                    done.result()
+            except BaseException:
+                for judge in judges:
+                    judge.end()
+                raise
+            finally:
+                self._count_pairs()
+
+    def _work(self, judge: Judge, end: float) -> None:
+        """Judge one composition after the other, until the judge is ended."""
         # A composition that has begun is finished, so that a search may last a little longer.
-        if time.monotonic() > end:
-            break
-        verdict = judge.judge(composition)
-        report.results[verdict.result] += 1
-        if verdict.result == REFUSED:
-            report.refusals[verdict.text] += 1
-        if verdict.result == FINDING:
-            note(report, composition, verdict, base, judge)
-    # What was refused while drawing was never run.
-    report.refusals += draws.refusals
-    report.pairs = len(draws.pairs)
-    report.pairs_left = len(draws.uncovered)
-    report.pairs_refused = len(draws.illegal)
+        while time.monotonic() <= end:
+            with self.lock:
+                composition = next(self.compositions)
+            try:
+                verdict = judge.judge(composition)
+                self._count(verdict)
+                if verdict.result == FINDING:
+                    self.note(composition, verdict, judge)
+            except JudgeEnded:
+                return
 
+    def _count(self, verdict: Verdict) -> None:
+        with self.lock:
+            self.report.results[verdict.result] += 1
+            if verdict.result == REFUSED:
+                self.report.refusals[verdict.text] += 1
 
-def note(
-    report: Report,
-    composition: Composition,
-    verdict: Verdict,
-    base: Base,
-    judge: Judge,
-) -> None:
-    """Count a finding that is known, or make a new one small and print it."""
-    # Shrinking costs many runs, and would only lead to what is known.
-    for known in report.findings:
-        if known.verdict.kind == verdict.kind and composition.holds(known.composition):
-            known.seen += 1
-            return
-    smallest, why = shrink(composition, verdict, judge)
-    # Made small, it may turn out to be a known one.
-    for known in report.findings:
-        if known.verdict.kind == why.kind and known.composition == smallest:
-            known.seen += 1
-            return
-    finding = Finding(smallest, why, base.command(smallest))
-    report.findings.append(finding)
-    print("\n".join(finding.lines()), flush=True)
+    def note(self, composition: Composition, verdict: Verdict, judge: Judge) -> None:
+        """Count a finding that is known, or make a new one small and print it."""
+        # Shrinking costs many runs, and would only lead to what is known.
+        with self.lock:
+            for known in self.report.findings:
+                if known.verdict.kind == verdict.kind and composition.holds(known.composition):
+                    known.seen += 1
+                    return
+        smallest, why = shrink(composition, verdict, judge)
+        with self.lock:
+            # Made small, it may turn out to be a known one.
+            for known in self.report.findings:
+                if known.verdict.kind == why.kind and known.composition == smallest:
+                    known.seen += 1
+                    return
+            finding = Finding(smallest, why, self.base.command(smallest))
+            self.report.findings.append(finding)
+            print("\n".join(finding.lines()), flush=True)
+
+    def _count_pairs(self) -> None:
+        """Put into the report what was drawn, and what was refused while drawing, which was never run."""
+        draws = self.draws
+        self.report.refusals += draws.refusals
+        self.report.pairs = len(draws.pairs)
+        self.report.pairs_left = len(draws.uncovered)
+        self.report.pairs_refused = len(draws.illegal)
 
 
 def shrink(composition: Composition, verdict: Verdict, judge: Judge) -> tuple[Composition, Verdict]:
@@ -227,6 +261,7 @@ def main(argv: Sequence[str]) -> int:
     option("--all", action="store_true", help="compositions of options, in place of --layouts")
     option("--minutes", type=float_in_range(0, 10**4), default=20, help="how long to draw compositions (%(default)s)")
     option("--seed", type=int_in_range(0, 2**32), help="of what is drawn; a number that is told, unless given")
+    option("--jobs", type=int_in_range(1, 64), default=JOBS, help="compositions that run at one time (%(default)s)")
     option("--patience", type=float_in_range(1, 10**4), default=HANG_SECONDS, help="seconds of a hang (%(default)s)")
     option("--ranks", type=int_in_range(1, 64), help="run the one composition that the options name, on so many ranks")
     option("--then", metavar="WORDS", help="with --ranks: the layout that goes on from a checkpoint")
@@ -246,10 +281,11 @@ def main(argv: Sequence[str]) -> int:
         given = parse_command_line(words, None, "config/ViT.yaml").keys()
         report.without_values = [key for key in keys_without_values(base.config) if key not in EXAMPLES]
         draws = Draws(base, all_choices(base.config, given), seed)
-        with Judge(base, options.patience) as judge:
+        with ExitStack() as opened:
+            judges = [opened.enter_context(Judge(base, options.patience)) for _ in range(options.jobs)]
             end = time.monotonic() + 60 * options.minutes
             try:
-                search(base, draws, judge, report, end)
+                Search(base, draws, report).run(judges, end)
             except KeyboardInterrupt:
                 was_interrupted = True  # what was found by then is told all the same
     else:

@@ -152,6 +152,7 @@ class Pool(AbstractContextManager):
     def _answers(self, size: int, end: float) -> dict[int, Any]:
         """{rank: its answer} until the time `end`, or soon after the first error."""
         answers: dict[int, Any] = {}
+        processes = self.processes  # another thread may end them, and leave the pool without any
         waiting = dict(zip(self.pipes, range(size), strict=False))  # {pipe: rank}
         while waiting:
             seconds_left = max(0, end - time.monotonic())
@@ -164,9 +165,9 @@ class Pool(AbstractContextManager):
                     answers[rank] = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionError):
                     # The pipe may close before the process has its exit code.
-                    self.processes[rank].join(1)
+                    processes[rank].join(1)
                     # The system kills what lacks memory.
-                    was_killed = self.processes[rank].exitcode == -signal.SIGKILL
+                    was_killed = processes[rank].exitcode == -signal.SIGKILL
                     kind = OutOfMemory if was_killed else RankError
                     answers[rank] = kind(f"rank {rank} of {size} has ended (out of memory?)")
                 # The first error ends the wait for ranks that may never answer.
@@ -176,12 +177,13 @@ class Pool(AbstractContextManager):
 
     def end(self) -> None:
         """End all processes."""
-        for process in self.processes:
-            process.kill()  # they may wait for one another
-        for process in self.processes:
-            process.join()
+        processes = self.processes
         self.processes = []
         self.pipes = []
+        for process in processes:
+            process.kill()  # they may wait for one another
+        for process in processes:
+            process.join()
 
     def __exit__(self, *_: object) -> None:
         self.end()

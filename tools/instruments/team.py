@@ -104,7 +104,7 @@ class Teams(AbstractContextManager):
             self.running.pop(size).end()
 
     def __exit__(self, *_: object) -> None:
-        for pool in self.running.values():
+        for pool in list(self.running.values()):  # a call in another thread may take its own away
             pool.end()
 
 
