@@ -180,6 +180,10 @@ def test_where_memory_runs_out_the_sweep_goes_on(capsys):
     printed = capsys.readouterr()
     assert "out of memory" in printed.out
     assert re.findall(r"^turn (\d) of 8, ", printed.err, re.M) == list("123456")
+    _, so_far = printed.err.split("after round 1 of 2:\n")
+    table = so_far.partition("turn 5")[0].split("\n")
+    assert len([line for line in table if line.startswith("| dp2 ")]) == 2
+    assert sum("out of memory" in line for line in table) == 2
 
 
 @pytest.mark.parametrize(

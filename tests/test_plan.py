@@ -74,7 +74,8 @@ def test_the_best_layouts_of_16_gpus(capsys, tmp_path):
 
 def test_the_winner_comes_with_its_command_and_the_others_with_a_reason(capsys):
     plan.main([*MP, "--gpus", "16", "--top", "1"])
-    text = capsys.readouterr().out
+    text, told = capsys.readouterr()
+    assert re.fullmatch(r"tracing layout 1 of 1 \(of \d+ that can run\), after 0 s\n", told)
     assert "sbatch -N 4 submit_" in text and "12 blocks cannot be shared by" in text
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import sys
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from tests.support.refusals import refusal
 from training.optimizer import learning_rate
 from training.results import print_result
 from training.step import TrainingStep
+from training.timing import words_of_seconds
 from utils.config import read_named_config
 from utils.errors import NonFiniteLossError
 
@@ -100,6 +102,19 @@ def test_the_log_reads_like_the_reference(run):
     assert log.count("Avg train loss=") == 3
     assert log.count("Avg val loss=") == log.count("Total validation time: ") == 2  # epoch 2 and the end
     assert "Peak memory: " in log
+
+
+def test_the_log_says_how_far_the_run_is_and_how_long_it_takes_yet(run):
+    log = run(num_iters=25).log
+    said = re.findall(r"Epoch (\d) of (\d), about (\d+) s left", log)
+    assert [(epoch, of) for epoch, of, _ in said] == [("1", "3"), ("2", "3")]  # the third one is the end
+    assert [words_of_seconds(seconds) for seconds in (4.4, 89, 90, 1200, 3600 * 3.52)] == [
+        "4 s",
+        "89 s",
+        "2 min",
+        "20 min",
+        "3.5 h",
+    ]
 
 
 def test_tensorboard_has_losses_speed_skill_and_pictures(run, pictures):

@@ -28,6 +28,7 @@ from training.run_state import collect_named_state, collect_tensors, start_from
 from training.step import StepOutput, TrainingStep
 from training.tasks import Task
 from training.telemetry import Telemetry
+from training.timing import words_of_seconds
 from training.trained_weights import check_start
 from training.watchdog import Watchdog
 from utils import agreement, comm
@@ -300,7 +301,14 @@ class Run:
         self.epoch_loss = 0.0
         self.epoch_iterations = 0
         seconds, samples = self.clock.lap()
-        log.info("Time taken for epoch %d is %.2f sec, avg %.2f samples/sec", epoch, seconds, samples / seconds)
+        speed = samples / seconds
+        log.info("Time taken for epoch %d is %.2f sec, avg %.2f samples/sec", epoch, seconds, speed)
+        iterations_left = self.config.num_iters - self.iteration
+        if iterations_left:
+            samples_of_run = self.config.num_iters * self.config.global_batch_size
+            epochs = math.ceil(samples_of_run / self.train_loader.num_samples)
+            time_left = words_of_seconds(self.clock.seconds_left(iterations_left))
+            log.info("  Epoch %d of %d, about %s left", epoch, epochs, time_left)
         log.info("  Avg train loss=%.6f", self.train_loss)
         log.info("  Peak memory: %.3f GiB", peak_memory_bytes(self.device) / 2**30)
         self.run_loggers.log({"Loss/train_epoch": self.train_loss}, self.iteration)

@@ -13,6 +13,14 @@ from utils.device import device_module
 WARMUP_ITERATIONS = 10  # left out of the steady-state speed: compilation, allocation, the first reads
 
 
+def words_of_seconds(seconds: float) -> str:
+    """A time in words, as exact as one wants to know it: 40 s, 12 min, 3.5 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"
+
+
 class Clock:
     """Measures the time in training steps, from `start` to `stop`, without validation and checkpoints."""
 
@@ -22,10 +30,13 @@ class Clock:
         self.samples = 0
         self.epoch = self.steady = (0.0, 0)  # these two at the start of the epoch, and after the warmup
         self.data_wait = self.interval = 0.0
+        self.began: float | None = None  # the first step
 
     def start(self) -> None:
         """Begin to count time."""
         self.started = time.perf_counter()
+        if self.began is None:
+            self.began = self.started
 
     def stop(self, iterations: int, samples: int) -> float:
         """Count the iterations since `start`, which the device has finished; returns samples per second."""
@@ -42,6 +53,12 @@ class Clock:
         seconds, samples = self.epoch
         self.epoch = self.seconds, self.samples
         return self.seconds - seconds, self.samples - samples
+
+    def seconds_left(self, iterations: int) -> float:
+        """Seconds that so many further iterations take, at the pace until now: with validation and checkpoints."""
+        assert self.began is not None and self.iterations
+        elapsed = time.perf_counter() - self.began
+        return elapsed / self.iterations * iterations
 
     def steady_samples_per_sec(self) -> float | None:
         """Speed after the warmup, or of all steps in a shorter run; None where no step was made."""

@@ -11,6 +11,31 @@ from utils.errors import ArgumentParser, UsageError, nearest
 from utils.schema import ALIASES, Config
 from utils.yaml_files import parse_yaml
 
+# The keys that a learner changes first, at the top of --help.
+FIRST_KEYS = (
+    "num_iters",
+    "global_batch_size",
+    "lr",
+    "device",
+    "amp_mode",
+    "data_parallel",
+    "tensor_parallel",
+    "domain_parallel",
+    "run_num",
+    "profile",
+)
+# Sections of --help after these, by the key of the schema with which each begins.
+SECTIONS = {
+    "task": "task and model",
+    "img_size": "images, channels and data",
+    "global_batch_size": "training",
+    "comm_timeout": "patience",
+    "device": "speed and memory",
+    "data_parallel": "data parallel (rung 2)",
+    "tensor_parallel": "model and domain parallel (rungs 3 and 4)",
+    "expdir": "folders, logs, checkpoints, profiles",
+}
+
 
 def parse_command_line(
     argv: Sequence[str],
@@ -19,20 +44,24 @@ def parse_command_line(
 ) -> dict[str, Any]:
     """{option: value} of the words of a command line, `yaml_config` and `config` always. Raises UsageError."""
     parser = ArgumentParser(
+        usage="%(prog)s [--config NAME] [options]",  # a hundred options in brackets tell nothing
         description=description,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--yaml_config", default=yaml_config, metavar="FILE", help="default: %(default)s")
-    parser.add_argument("--config", default="base", metavar="NAME", help="named config in FILE, default: %(default)s")
-    for name, field in Config.model_fields.items():
-        if name == "config":
-            continue
-        # An option may have further spellings.
-        flags = [f"--{spelling}" for spelling in (name, *ALIASES.get(name, ()))]
-        how = _how_to_read(field)
-        parser.add_argument(*flags, dest=name, help=field.description, **how)
+    first = parser.add_argument_group("first of all")
+    first.add_argument("--config", default="base", metavar="NAME", help="named config in FILE, default: %(default)s")
+    first.add_argument("--yaml_config", default=yaml_config, metavar="FILE", help="default: %(default)s")
+    fields = Config.model_fields
+    for name in FIRST_KEYS:
+        _add_option(first, name, fields[name])
+    section = first
+    for name, field in fields.items():
+        if name in SECTIONS:
+            section = parser.add_argument_group(SECTIONS[name])
+        if name != "config" and name not in FIRST_KEYS:
+            _add_option(section, name, field)
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         # The first unknown word is the one that is explained.
@@ -59,6 +88,13 @@ def option_words(key: str, value: Any) -> list[str]:
 def choices(key: str) -> tuple[str, ...]:
     """The values that a key may have, where the schema lists them."""
     return get_args(Config.model_fields[key].annotation)
+
+
+def _add_option(section: Any, name: str, field: FieldInfo) -> None:
+    """Add the option of a key, and its further spellings, to a section of --help."""
+    flags = [f"--{spelling}" for spelling in (name, *ALIASES.get(name, ()))]
+    how = _how_to_read(field)
+    section.add_argument(*flags, dest=name, help=field.description, **how)
 
 
 def _how_to_read(field: FieldInfo) -> dict[str, Any]:

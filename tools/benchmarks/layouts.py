@@ -12,6 +12,7 @@ device (DDP), or one image over several devices (domain).
 import math
 import re
 import statistics
+import sys
 from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -84,13 +85,7 @@ def run(
     limit = memory_limit_gib and memory_limit_gib * GIB  # bytes
     turns = _measure(groups, steps, rounds, limit, inference)
 
-    # Each group has a yardstick of its own, its first case.
-    rows: list[dict[str, Any]] = []
-    for size, group in groups.items():
-        rows_of_group: list[dict[str, Any]] = [{"size": size} | row_of(case, turns[case]) for case in group]
-        for row in rows_of_group:
-            _compare_with_first(row, rows_of_group[0])
-        rows += rows_of_group
+    rows = _build_rows(groups, turns)
 
     # Communication has a line for each pass in which a layout sends anything.
     messages = []
@@ -119,6 +114,17 @@ def run(
     }
 
 
+def _build_rows(groups: dict[str, list[Case]], turns: dict[Case, list[Any]]) -> list[dict[str, Any]]:
+    """The rows of all cases, from the figures of their turns. Each group has a yardstick of its own, its first case."""
+    rows: list[dict[str, Any]] = []
+    for size, group in groups.items():
+        rows_of_group: list[dict[str, Any]] = [{"size": size} | row_of(case, turns[case]) for case in group]
+        for row in rows_of_group:
+            _compare_with_first(row, rows_of_group[0])
+        rows += rows_of_group
+    return rows
+
+
 def _build_groups(
     preset: str,
     words: list[str],
@@ -142,7 +148,10 @@ def _measure(
     limit: float | None,
     inference: bool,
 ) -> dict[Case, list[Any]]:
-    """The figures of each turn of every case; None for one in which memory ran out, which was the last of its case."""
+    """The figures of each turn of every case; None for one in which memory ran out, which was the last of its case.
+
+    The speed after each round is told on stderr, since all rounds may take long.
+    """
     turns: dict[Case, list[Any]] = {}
     named = {}
     for size, group in groups.items():
@@ -152,9 +161,15 @@ def _measure(
             named[f"{case.name} {size}"] = case
     config = next(iter(turns)).config
     without_memory: set[str] = set()
+    complete = 0  # rounds
     with Teams(config) as teams:
         for number, name, case in in_turns(named, rounds, without_memory):
             is_first = number == 0
+            if number > complete:
+                complete = number
+                shown = [in_columns(row) for row in _build_rows(groups, turns)]
+                speed = format_tables("layouts_so_far", shown)
+                print(f"\nafter round {complete} of {rounds}:\n{speed}\n", file=sys.stderr, flush=True)
             figures = turn(teams, case, steps, limit, is_first, inference)
             turns[case].append(figures)
             # A case that lacks memory once would lack it in every round.

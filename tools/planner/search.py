@@ -10,6 +10,8 @@ reading.
 import math
 import re
 import shlex
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import NormalDist
@@ -80,7 +82,8 @@ class Request:
 def best_layouts(request: Request, gpus: int, top: int) -> list[Plan]:
     """Traced plans of the best layouts: those that fit first, the fastest first.
 
-    All candidates are compared by formula; of candidates that split the model alike only the best is kept.
+    All candidates are compared by formula; of candidates that split the model alike only the best is kept. A trace
+    takes seconds, so each is told on stderr.
     Sets request.compared, and request.refused: {reason: number of layouts that no script runs}.
     """
     found, request.refused = formula_plans(request, gpus)
@@ -98,7 +101,13 @@ def best_layouts(request: Request, gpus: int, top: int) -> list[Plan]:
     best = (fitting or list(kept.values()))[:top]
 
     # The formulas are approximate, a trace is exact: its order may be another one.
-    traced = [plan_layout(plan.config, plan.layout, request.gpu) for plan in best]
+    traced = []
+    started = time.monotonic()
+    for number, plan in enumerate(best, 1):
+        seconds = time.monotonic() - started
+        text = f"tracing layout {number} of {len(best)} (of {len(found)} that can run), after {seconds:.0f} s"
+        print(text, file=sys.stderr, flush=True)
+        traced.append(plan_layout(plan.config, plan.layout, request.gpu))
     return sorted(traced, key=_order)
 
 
