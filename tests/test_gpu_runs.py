@@ -82,7 +82,9 @@ def test_where_nccl_ends_no_wait_a_step_may_take_comm_timeout(
     """The first steps compile and capture."""
     monkeypatch.setattr(comm, "world_size", lambda: ranks)
     settings = tiny_config(enable_cuda_graphs=graphs, comm_timeout=60)
-    assert Run._step_seconds(SimpleNamespace(config=settings, began=0, iteration=iteration)) == limit
+    progress, checkpoints = SimpleNamespace(iteration=iteration), SimpleNamespace(began=0)
+    run = SimpleNamespace(config=settings, progress=progress, checkpoints=checkpoints)
+    assert Run._step_seconds(run) == limit
 
 
 def test_a_limit_of_steps_ends_with_the_block(tmp_path):

@@ -14,17 +14,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from distributed.weight_shards import global_view, take_parts
-from training.checkpoint import CheckpointFolder, restore_state
 from training.cuda_graphs import DDP_WARMUP_STEPS
 from training.iteration import Iteration
 from training.loggers import KINDS, Loggers, MetricsFile, TensorBoard, check_tracker
-from training.model_state import check_unchanged, collect_extra, collect_weights, described
 from training.profiling import build_profiler, span
 from training.results import print_result, rmse_charts, write_validation
+from training.run_checkpoints import Progress, RunCheckpoints
 from training.run_folder import RunFolder
-from training.run_notes import describe_devices, log_memory, log_notes
-from training.run_state import collect_named_state, collect_tensors, start_from
+from training.run_notes import log_memory
 from training.step import StepOutput, TrainingStep
 from training.tasks import Task
 from training.telemetry import Telemetry
@@ -34,14 +31,12 @@ from training.watchdog import Watchdog
 from utils import agreement, comm
 from utils.data_loader import Batch, BatchLoader
 from utils.device import device_name, peak_memory_bytes, synchronize
-from utils.errors import STOPPED_STATUS, ConnectionLostError, NonFiniteLossError, reported_as_usage_error
+from utils.errors import STOPPED_STATUS, ConnectionLostError, NonFiniteLossError
 from utils.files import write_json
 from utils.schema import Config
 from utils.signals import StopRequest
 
 log = logging.getLogger(__name__)
-# Attributes of a Run.
-RESUMED = ("epoch_loss", "epoch_iterations", "train_loss", "best_val_loss", "validation_due")
 
 
 class Run:
@@ -74,23 +69,11 @@ class Run:
         self.config = self.folder.config  # its run_num is known now
         self.step = step
         self.device = step.device
-        self.model = step.parallel.model
-        self.optimizer = step.optimizer
         self.train_loader, valid_loader = loaders
         self.validator = task.build_validator(valid_loader)
-        self.checkpoints = CheckpointFolder(
-            self.folder.checkpoints, self.config.keep_checkpoints, self.config.model_dump()
-        )
-        self.iteration = 0  # optimizer steps done
-        self.epoch_loss = 0.0  # of the epoch under way
-        self.epoch_iterations = 0
-        self.train_loss: float | None = None  # mean over the last epoch
-        self.best_val_loss: float | None = None
-        self.validation_due = False  # one has begun and not ended
+        self.progress = Progress()
+        self.checkpoints = RunCheckpoints(self.config, self.folder, step, self.progress)
         self.resumed = False  # and no step has been made since
-        self.began = 0  # the first iteration of this process
-        self.described: dict[str, str] = {}  # the model's state before it
-        self.saved: int | None = None  # iteration of the newest checkpoint
         self.result: dict[str, Any] = {}  # of the last validation
         self.stop_request = StopRequest()  # of this process
         self.stopping = False  # all ranks know of a request and stop after the same step
@@ -109,10 +92,10 @@ class Run:
         with ExitStack() as opened:
             opened.enter_context(self.stop_request)
             # The state comes first: all else depends on the iteration.
-            self._resume()
+            self.resumed = self.checkpoints.resume()
             self.profiler = build_profiler(self.config, self.device, self.folder.path / "profile")
             if self.profiler:
-                self.profiler.check(self.config.num_iters - self.iteration)
+                self.profiler.check(self.config.num_iters - self.progress.iteration)
             log_memory(self.step)
             self._open_loggers(opened)
             opened.enter_context(self.telemetry.times.listening())
@@ -120,7 +103,7 @@ class Run:
             total = self.config.num_iters
             bar = tqdm(
                 total=total,
-                initial=self.iteration,
+                initial=self.progress.iteration,
                 unit="it",
                 dynamic_ncols=True,
                 disable=hidden,
@@ -130,7 +113,7 @@ class Run:
             opened.enter_context(self.watchdog)
             # All went well, so what was opened stays open until the run ends.
             self.open = opened.pop_all()
-        if self.iteration == self.config.num_iters or self.validation_due:
+        if self.progress.iteration == self.config.num_iters or self.progress.validation_due:
             self._go_on_validating()
         return self
 
@@ -148,13 +131,14 @@ class Run:
             for line in fallback.fallback_lines():  # operations and results that were not split
                 log.info(line)
         # A run that was stopped has no summary: its folder shows that it can go on.
-        is_done = self.iteration == self.config.num_iters and not self.validation_due
+        is_done = self.progress.iteration == self.config.num_iters and not self.progress.validation_due
         if kind is None and not self.summary and is_done:
             self.summary = self._summarize()
             if comm.is_main():
                 write_json(self.folder.summary_file, self.summary)
         if kind is None and self.stopping and not self.summary:
-            when = "before the first iteration" if self.saved is None else f"after saving iteration {self.saved}"
+            saved = self.checkpoints.newest
+            when = "before the first iteration" if saved is None else f"after saving iteration {saved}"
             log.info("Stopped %s; repeat the command to resume", when)
         self.folder.close()
         if kind is None and self.summary:
@@ -169,14 +153,14 @@ class Run:
         if self.summary:
             return
         # Batches follow from the iteration alone, so a resumed run goes on with the right one.
-        batches = self.train_loader.train(self.config.seed, self.iteration, self.config.num_iters)
+        batches = self.train_loader.train(self.config.seed, self.progress.iteration, self.config.num_iters)
         self.clock.start()
-        while self.iteration < self.config.num_iters and not self.stopping:
+        while self.progress.iteration < self.config.num_iters and not self.stopping:
             if self.profiler:
                 self.profiler.step()
             yield Iteration(
-                self.iteration,
-                self._is_read(self.iteration + 1),
+                self.progress.iteration,
+                self._is_read(self.progress.iteration + 1),
                 self.watchdog.within(self._step_seconds()),
                 partial(self._next_batch, batches),
                 self._after_step,
@@ -199,10 +183,9 @@ class Run:
         """Count the step, and log, validate and save where it is due."""
         self.telemetry.add(output)
         # After its first step the model must still be one that a checkpoint can hold.
-        if self.iteration == self.began:
-            now = described(collect_weights(self.model))
-            agreement.raise_on_all_ranks(partial(check_unchanged, self.described, now))
-        self.iteration += 1
+        if self.progress.iteration == self.checkpoints.began:
+            self.checkpoints.check_model_unchanged()
+        self.progress.iteration += 1
         self.bar.update()
         self._between_steps()
         self.watchdog.beat()
@@ -213,7 +196,7 @@ class Run:
         self.stopping = True
         if self.telemetry.losses:
             self._read_losses()
-        if self.iteration not in (0, self.saved):
+        if self.progress.iteration not in (0, self.checkpoints.newest):
             self._save(None)
 
     def _is_read(self, done: int) -> bool:
@@ -223,7 +206,7 @@ class Run:
         return whole or self._epochs(done) > self._epochs(done - 1)
 
     def _between_steps(self) -> None:
-        done = self.iteration
+        done = self.progress.iteration
         config = self.config
         finished = done == config.num_iters
         self.stopping = self.stop_request.made and comm.world_size() == 1  # several ranks agree as they read the losses
@@ -243,7 +226,7 @@ class Run:
             self._log_epoch(epoch)
             if finished or epoch % config.validate_every == 0:
                 val_loss = self._validate_or_stop()
-                save_due = save_due or val_loss == self.best_val_loss
+                save_due = save_due or val_loss == self.progress.best_val_loss
         if save_due or self.stopping:
             self._save(val_loss)
         self.clock.start()
@@ -253,7 +236,7 @@ class Run:
 
         The first steps of a process may take longer: they compile, and are captured.
         """
-        is_settled = self.iteration > self.began + DDP_WARMUP_STEPS
+        is_settled = self.progress.iteration > self.checkpoints.began + DDP_WARMUP_STEPS
         is_without_timeout = self.config.enable_cuda_graphs and comm.world_size() > 1
         return self.config.comm_timeout if is_without_timeout and is_settled else None
 
@@ -264,7 +247,7 @@ class Run:
     def _read_losses(self) -> None:
         """Read what the last iterations left on the device, check the losses, and log them."""
         with self.watchdog.within(self._step_seconds()):  # here the host waits for the device
-            losses, reading, stop = self.telemetry.read(self.iteration, self.stop_request.made)
+            losses, reading, stop = self.telemetry.read(self.progress.iteration, self.stop_request.made)
         self.stopping = self.stopping or stop
         done = {
             "iterations": len(losses),
@@ -272,64 +255,64 @@ class Run:
             "ranks": comm.world_size(),
         }
         # Every rank has a file of its own, rank 0 all other loggers too.
-        self.loggers.log(reading | done, self.iteration)
-        for iteration, loss in enumerate(losses, self.iteration - len(losses) + 1):
+        self.loggers.log(reading | done, self.progress.iteration)
+        for iteration, loss in enumerate(losses, self.progress.iteration - len(losses) + 1):
             if not math.isfinite(loss):
                 # The loss may be NaN because the data are: then they are named.
                 samples = self.train_loader.order(self.config.seed).samples(iteration - 1)
                 agreement.raise_on_all_ranks(partial(self.train_loader.check_finite, samples))
                 raise self._not_finite(iteration, "training", loss)
-            self.epoch_loss += loss
-            if iteration < self.iteration:
+            self.progress.epoch_loss += loss
+            if iteration < self.progress.iteration:
                 self.run_loggers.log({"Loss/train": loss}, iteration)
-        self.epoch_iterations += len(losses)
-        self.run_loggers.log(reading, self.iteration)
+        self.progress.epoch_iterations += len(losses)
+        self.run_loggers.log(reading, self.progress.iteration)
         self.bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
 
     def _open_loggers(self, opened: ExitStack) -> None:
         if comm.is_main():
             charts = rmse_charts(self.validator.names)
-            self.run_loggers.add(TensorBoard, self.folder.path, self.iteration + 1, charts)
+            self.run_loggers.add(TensorBoard, self.folder.path, self.progress.iteration + 1, charts)
             if self.config.tracker != "none":
                 self.run_loggers.add(KINDS[self.config.tracker], self.folder.path, self.config)
-        self.loggers.add(MetricsFile, self.folder.path, self.iteration, device_name(self.device))
+        self.loggers.add(MetricsFile, self.folder.path, self.progress.iteration, device_name(self.device))
         opened.callback(self.run_loggers.close)
         opened.callback(self.loggers.close)
 
     def _log_epoch(self, epoch: int) -> None:
-        self.train_loss = self.epoch_loss / self.epoch_iterations
-        self.epoch_loss = 0.0
-        self.epoch_iterations = 0
+        self.progress.train_loss = self.progress.epoch_loss / self.progress.epoch_iterations
+        self.progress.epoch_loss = 0.0
+        self.progress.epoch_iterations = 0
         seconds, samples = self.clock.lap()
         speed = samples / seconds
         log.info("Time taken for epoch %d is %.2f sec, avg %.2f samples/sec", epoch, seconds, speed)
-        iterations_left = self.config.num_iters - self.iteration
+        iterations_left = self.config.num_iters - self.progress.iteration
         if iterations_left:
             samples_of_run = self.config.num_iters * self.config.global_batch_size
             epochs = math.ceil(samples_of_run / self.train_loader.num_samples)
             time_left = words_of_seconds(self.clock.seconds_left(iterations_left))
             log.info("  Epoch %d of %d, about %s left", epoch, epochs, time_left)
-        log.info("  Avg train loss=%.6f", self.train_loss)
+        log.info("  Avg train loss=%.6f", self.progress.train_loss)
         log.info("  Peak memory: %.3f GiB", peak_memory_bytes(self.device) / 2**30)
-        self.run_loggers.log({"Loss/train_epoch": self.train_loss}, self.iteration)
+        self.run_loggers.log({"Loss/train_epoch": self.progress.train_loss}, self.progress.iteration)
 
     def _validate_or_stop(self) -> float | None:
         """Score the model; returns its loss. None where the data were lost: the run stops, to validate when resumed."""
-        self.validation_due = True
+        self.progress.validation_due = True
         try:
             self._validate()
         except ConnectionLostError as error:
             log.error("%s", error)
             self.stopping = True
             return None
-        self.validation_due = False
+        self.progress.validation_due = False
         return self.result["val_loss"]
 
     def _go_on_validating(self) -> None:
         """Score the model as the process before this one would have done; again, where all iterations are done."""
-        was_due = self.validation_due
+        was_due = self.progress.validation_due
         val_loss = self._validate_or_stop()
-        is_new_best = val_loss is not None and val_loss == self.best_val_loss
+        is_new_best = val_loss is not None and val_loss == self.progress.best_val_loss
         if was_due and is_new_best:
             self._save(val_loss)
 
@@ -342,87 +325,35 @@ class Run:
         if not math.isfinite(val_loss):
             loader = self.validator.loader
             agreement.raise_on_all_ranks(partial(loader.check_finite, range(loader.num_samples)))
-            raise self._not_finite(self.iteration, "validation", val_loss)
-        if self.best_val_loss is None or val_loss < self.best_val_loss:
-            self.best_val_loss = val_loss
+            raise self._not_finite(self.progress.iteration, "validation", val_loss)
+        if self.progress.best_val_loss is None or val_loss < self.progress.best_val_loss:
+            self.progress.best_val_loss = val_loss
         log.info("  Avg val loss=%.6f", val_loss)
         log.info("  Total validation time: %.2f sec", time.perf_counter() - started)
-        write_validation(self.run_loggers, self.result, self.validator.figures, self.iteration)
+        write_validation(self.run_loggers, self.result, self.validator.figures, self.progress.iteration)
 
     def _not_finite(self, iteration: int, kind: str, loss: float) -> NonFiniteLossError:
-        good = f"{self.checkpoints.newest_name()} in {self.checkpoints.path}"
+        good = self.checkpoints.newest_in_words()
         return NonFiniteLossError(f"iteration {iteration}: the {kind} loss is {loss}; last good checkpoint: {good}")
 
     def _save(self, val_loss: float | None) -> None:
-        state = {name: getattr(self, name) for name in RESUMED}
-        state["scaler"] = self.step.scaler.state_dict()
-        state["data"] = self.step.task.data_record()
-        self.step.parallel.share_buffers()
-        # The tensors of this rank, by name.
-        own = collect_tensors(self.step)
-        check_unchanged(self.described, described(own["model"]))
-        state |= collect_named_state(self.model)
-        # A checkpoint describes the whole tensors, whatever the layout.
-        tensors = global_view(own, self.step.parallel.split)
         # The last checkpoint must be whole before the process ends.
-        wait = self.stopping or self.iteration == self.config.num_iters
-        with reported_as_usage_error(OSError, f"iteration {self.iteration}: a checkpoint could not be written"):
-            folder = self.checkpoints.save(self.iteration, tensors, state, val_loss, wait)
-        self.saved = self.iteration
-        log.info("  Checkpoint %s held training up for %.3f s", folder.name, self.checkpoints.stall_seconds)
-
-    def _resume(self) -> None:
-        tensors = collect_tensors(self.step)
-        self.described = described(tensors["model"])
-        view = global_view(tensors, self.step.parallel.split)
-        agreement.raise_on_all_ranks(partial(collect_extra, self.model))
-        # What cannot be saved ends the run now, and not after a day.
-        self.checkpoints.rehearse(view)
-        devices = describe_devices(self.config, self.device)
-        # Nothing is read where the run is new.
-        marker = self.checkpoints.load_newest(view)
-        if marker is None:
-            if self.config.init_from:
-                start_from(self.config.init_from, self.config, self.step)
-            log_notes(self.config, self.step)
-            log.info(
-                "Starting training of %d iterations on %s",
-                self.config.num_iters,
-                devices,
-            )
-            return
-        take_parts(tensors, view, self.step.parallel.split)
-        state = marker["trainer"]
-        tensors |= {"random": view["random"]}
-        restore_state(tensors, self.model, self.optimizer, self.step.streams, state.get("extra"))
-        self.resumed = True
-        self.step.task.check_data_record(state.get("data", {}), self.checkpoints.path)
-        self.iteration = self.saved = self.began = marker["iteration"]
-        for name in RESUMED:
-            setattr(self, name, state.get(name, getattr(self, name)))  # an older checkpoint lacks the newest
-        # The scale of losses goes on as well.
-        self.step.scaler.load_state_dict(state["scaler"])
-        log_notes(self.config, self.step)
-        log.info(
-            "Resuming at iteration %d of %d on %s",
-            self.iteration,
-            self.config.num_iters,
-            devices,
-        )
+        is_last = self.stopping or self.progress.iteration == self.config.num_iters
+        self.checkpoints.save(val_loss, wait=is_last)
 
     def _summarize(self) -> dict[str, Any]:
         return {
             "config": self.config.config,
             "run": str(self.folder.path),
-            "iterations": self.iteration,
+            "iterations": self.progress.iteration,
             "device": str(self.device),
             "world_size": comm.world_size(),
             "parameters": self.step.task.facts.parameters,
             "samples_per_sec": self.clock.steady_samples_per_sec(),
             "data_wait_fraction": self.clock.data_wait_fraction(),
             "peak_memory_bytes": max(comm.gather(peak_memory_bytes(self.device))),
-            "train_loss": self.train_loss,
-            "best_val_loss": self.best_val_loss,
+            "train_loss": self.progress.train_loss,
+            "best_val_loss": self.progress.best_val_loss,
             **self.result,
             "units": dict(zip(self.validator.names, self.validator.units, strict=True)),
         }

@@ -1,0 +1,132 @@
+"""Checkpoints of a run: how far it is, what it saves of its training, and how it goes on from there."""
+
+import logging
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from typing import Any
+
+from distributed.weight_shards import global_view, take_parts
+from training.checkpoint import CheckpointFolder, restore_state
+from training.model_state import check_unchanged, collect_extra, collect_weights, described
+from training.run_folder import RunFolder
+from training.run_notes import describe_devices, log_notes
+from training.run_state import collect_named_state, collect_tensors, start_from
+from training.step import TrainingStep
+from utils import agreement
+from utils.errors import reported_as_usage_error
+from utils.schema import Config
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """How far a run is. A checkpoint has it, beside tensors.
+
+    iteration: optimizer steps done. epoch_loss, epoch_iterations: the sum of losses in the epoch under way, and how
+    many. train_loss: the mean over the last epoch. validation_due: one has begun and not ended.
+    """
+
+    iteration: int = 0
+    epoch_loss: float = 0.0
+    epoch_iterations: int = 0
+    train_loss: float | None = None
+    best_val_loss: float | None = None
+    validation_due: bool = False
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has of it beside its number, which is the iteration."""
+        own = asdict(self)
+        own.pop("iteration")
+        return own
+
+    def restore(self, iteration: int, state: dict[str, Any]) -> None:
+        """Take what a checkpoint has."""
+        self.iteration = iteration
+        for field in fields(self):
+            # An older checkpoint lacks the newest.
+            if field.name in state and field.name != "iteration":
+                setattr(self, field.name, state[field.name])
+
+
+class RunCheckpoints:
+    """Saves a run into its folder, and resumes it.
+
+    began: the first iteration of this process. newest: iteration of the newest checkpoint, None without one.
+    """
+
+    def __init__(self, config: Config, folder: RunFolder, step: TrainingStep, progress: Progress):
+        self.config = config
+        self.step = step
+        self.model = step.parallel.model
+        self.progress = progress
+        self.folder = CheckpointFolder(folder.checkpoints, config.keep_checkpoints, config.model_dump())
+        self.described: dict[str, str] = {}  # the model's state before the first step
+        self.began = 0
+        self.newest: int | None = None
+
+    def resume(self) -> bool:
+        """Go on from the newest checkpoint; False where there is none: the run is new.
+
+        Raises UsageError, on every rank, for a model that cannot be saved, and for checkpoints that do not fit it.
+        """
+        tensors = collect_tensors(self.step)
+        self.described = described(tensors["model"])
+        view = global_view(tensors, self.step.parallel.split)
+        agreement.raise_on_all_ranks(partial(collect_extra, self.model))
+        # What cannot be saved ends the run now, and not after a day.
+        self.folder.rehearse(view)
+        devices = describe_devices(self.config, self.step.device)
+        total = self.config.num_iters
+        # Nothing is read where the run is new.
+        marker = self.folder.load_newest(view)
+        if marker is None:
+            if self.config.init_from:
+                start_from(self.config.init_from, self.config, self.step)
+            log_notes(self.config, self.step)
+            log.info("Starting training of %d iterations on %s", total, devices)
+            return False
+
+        take_parts(tensors, view, self.step.parallel.split)
+        state = marker["trainer"]
+        tensors |= {"random": view["random"]}
+        restore_state(tensors, self.model, self.step.optimizer, self.step.streams, state.get("extra"))
+        self.step.task.check_data_record(state.get("data", {}), self.folder.path)
+        self.progress.restore(marker["iteration"], state)
+        self.began = self.progress.iteration
+        self.newest = self.began
+        # The scale of losses goes on as well.
+        self.step.scaler.load_state_dict(state["scaler"])
+        log_notes(self.config, self.step)
+        log.info("Resuming at iteration %d of %d on %s", self.began, total, devices)
+        return True
+
+    def check_model_unchanged(self) -> None:
+        """Raise UsageError, on every rank, where the model is no more one that a checkpoint can hold."""
+        now = described(collect_weights(self.model))
+        agreement.raise_on_all_ranks(partial(check_unchanged, self.described, now))
+
+    def save(self, val_loss: float | None, wait: bool) -> None:
+        """Save the run as it is. val_loss: of this state, where it was validated. wait: until all is written.
+
+        Raises UsageError where the folder cannot be written.
+        """
+        iteration = self.progress.iteration
+        state = self.progress.state()
+        state["scaler"] = self.step.scaler.state_dict()
+        state["data"] = self.step.task.data_record()
+        self.step.parallel.share_buffers()
+        # The tensors of this rank, by name.
+        own = collect_tensors(self.step)
+        check_unchanged(self.described, described(own["model"]))
+        state |= collect_named_state(self.model)
+        # A checkpoint describes the whole tensors, whatever the layout.
+        tensors = global_view(own, self.step.parallel.split)
+        with reported_as_usage_error(OSError, f"iteration {iteration}: a checkpoint could not be written"):
+            folder = self.folder.save(iteration, tensors, state, val_loss, wait)
+        self.newest = iteration
+        log.info("  Checkpoint %s held training up for %.3f s", folder.name, self.folder.stall_seconds)
+
+    def newest_in_words(self) -> str:
+        """The name of the newest checkpoint, and its folder."""
+        return f"{self.folder.newest_name()} in {self.folder.path}"
