@@ -17,7 +17,7 @@ from tools.instruments.pool import Process
 from tools.planner import compare
 from training import telemetry, timing
 from training.loggers import MetricsFile
-from training.profiling import span
+from training.spans import listening, span
 from training.step import StepOutput
 from training.tasks import build_task
 from training.telemetry import Telemetry
@@ -57,7 +57,7 @@ def reported(gpu, tiny_config, tmp_path, monkeypatch):
         step = SimpleNamespace(device=GPU, task=SimpleNamespace(facts=SimpleNamespace(flops=1.0)))
         told = Telemetry(config.model_copy(update={"enable_cuda_graphs": graphs}), step)
         readings = MetricsFile(tmp_path, 0, "pretend")
-        with told.times.listening():
+        with listening(told.times):
             told.clock.start()
             for iteration, _ in enumerate(batches(config, gpu, read), 1):
                 told.add(StepOutput(gpu.step(), None))

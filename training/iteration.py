@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 
-from training.profiling import span
+from training.spans import span
 from training.step import StepOutput
 from utils.data_loader import Batch
 from utils.errors import ConnectionLostError

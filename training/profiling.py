@@ -1,18 +1,15 @@
-"""Profiling: named ranges, Nsight Systems, and torch.profiler for a window of steps."""
+"""Profiling: Nsight Systems, and torch.profiler for a window of steps."""
 
 import json
 import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from training.timing import PhaseTimes
 from utils import comm
 from utils.device import synchronize
 from utils.errors import UsageError
@@ -26,25 +23,6 @@ TABLE_ROWS = 25
 ONE_TRACE = "trace.json.gz"
 TRACE = "trace-rank{}.json.gz"
 UNDER_NSYS = "TRAINING_UNDER_NSYS"  # set for the process that nsys starts
-
-
-@contextmanager
-def span(name: str) -> Iterator[None]:
-    """A range around a part of the step: for torch.profiler, Nsight Systems (NVTX, NVIDIA GPUs) and PhaseTimes."""
-    # torch.cuda is ROCm's too, and NVTX is NVIDIA's.
-    nvtx = torch.cuda.is_available() and torch.version.cuda is not None
-    times = PhaseTimes.current
-    with torch.profiler.record_function(name):
-        if nvtx:
-            torch.cuda.nvtx.range_push(name)
-        mark = times.start(name) if times else None
-        try:
-            yield
-        finally:
-            if times:
-                times.stop(name, mark)
-            if nvtx:
-                torch.cuda.nvtx.range_pop()
 
 
 def restart_under_nsys() -> None:

@@ -17,11 +17,12 @@ from tqdm import tqdm
 from training.cuda_graphs import DDP_WARMUP_STEPS
 from training.iteration import Iteration
 from training.loggers import KINDS, Loggers, MetricsFile, TensorBoard, check_tracker
-from training.profiling import build_profiler, span
+from training.profiling import build_profiler
 from training.results import print_result, rmse_charts, write_validation
 from training.run_checkpoints import Progress, RunCheckpoints
 from training.run_folder import RunFolder
 from training.run_notes import log_memory
+from training.spans import listening, span
 from training.step import StepOutput, TrainingStep
 from training.tasks import Task
 from training.telemetry import Telemetry
@@ -98,7 +99,7 @@ class Run:
                 self.profiler.check(self.config.num_iters - self.progress.iteration)
             log_memory(self.step)
             self._open_loggers(opened)
-            opened.enter_context(self.telemetry.times.listening())
+            opened.enter_context(listening(self.telemetry.times))
             hidden = None if comm.is_main() else True  # None: silent in a batch log, shown on a terminal
             total = self.config.num_iters
             bar = tqdm(

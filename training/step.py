@@ -13,9 +13,9 @@ from training.cuda_graphs import CapturedStep
 from training.determinism import unrepeatable_as_usage_error
 from training.loss_scaler import OwnScaler
 from training.optimizer import learning_rate, set_learning_rate
-from training.profiling import span
 from training.random_streams import RandomStreams
 from training.recomputation import copied_buffers, with_buffers
+from training.spans import span
 from training.tasks import Task
 from utils import comm
 from utils.device import on_capture_stream, to_device
@@ -113,7 +113,7 @@ class TrainingStep:
         """The step itself, operation by operation. Arguments as of __call__."""
         if self.parallel.pipeline:
             with span("pipeline"):
-                losses = self.parallel.pipeline.step(x, y, self.loss, self.scaler.scale)
+                losses = self.parallel.pipeline.step(x, y, self.loss_of_stage, self.scaler.scale)
         else:
             # Gradients of all micro-batches add up, and are reduced with the last one.
             losses = []
@@ -137,6 +137,11 @@ class TrainingStep:
         """This micro-batch's share of the loss of the whole batch, a scalar."""
         return self.task.loss(prediction, target, comm.get_group("image")) / self.config.gradient_accumulation
 
+    def loss_of_stage(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """The loss, as the last stage of a pipeline computes it, with a range of its own."""
+        with span("loss"):
+            return self.loss(prediction, target)
+
     def update(self, log_norm: bool) -> Tensor | None:
         """Clip the gradients where asked, let the optimizer use them, and forget them.
 
@@ -158,7 +163,8 @@ class TrainingStep:
                 scale = self.scaler.scale(torch.ones((), device=self.device))
                 square = square / scale.square()
         # The scaler skips the step where a gradient overflowed.
-        self.scaler.step(self.optimizer)
+        with span("update"):
+            self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return square

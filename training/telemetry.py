@@ -21,7 +21,7 @@ Reading = dict[str, float | None]
 class Telemetry:
     """Collects the steps of this rank, and reads them at once, together with those of all ranks.
 
-    clock: of the run. times: of the phases; they are measured inside `times.listening()`.
+    clock: of the run. times: of the phases; they are measured inside `listening(times)`.
     """
 
     def __init__(self, config: Config, step: TrainingStep):

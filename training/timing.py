@@ -2,8 +2,6 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -77,15 +75,13 @@ MOST_STEPS = 10  # of an interval that are measured on an accelerator
 
 
 class PhaseTimes:
-    """Seconds of the spans of PHASES, while `listening`; the host's clock measures them, on an accelerator its events.
+    """Seconds of the spans of PHASES, while it listens; the host's clock measures them, on an accelerator its events.
 
     An event is recorded as work is queued, and read when the host has waited for the device anyway. The events of
     `data` stand behind the last kernel of the step before and behind the wait for the batch's copy: between them the
     device has nothing to do. The host's time would tell something else, since in here it also waits for the device.
     events: False where the device's work is not queued by the code in the spans (CUDA graphs); then `data` is all.
     """
-
-    current: "PhaseTimes | None" = None  # the one that listens in this process
 
     def __init__(self, device: torch.device, events: bool = True):
         self.on_host = device.type == "cpu"
@@ -94,15 +90,6 @@ class PhaseTimes:
         self.seconds: dict[str, float] = defaultdict(float)
         self.queued: list[tuple[str, Any, Any]] = []  # (phase, event at its start, event at its end)
         self.steps = 0  # whose phases are queued
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Inside, the spans of this process are measured."""
-        PhaseTimes.current = self
-        try:
-            yield
-        finally:
-            PhaseTimes.current = None
 
     def start(self, name: str) -> Any:
         """A mark of this moment, for `stop`; None where it is not measured."""

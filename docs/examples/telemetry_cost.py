@@ -17,8 +17,9 @@ import torch
 
 from training.assembly import build_step, random_batch
 from training.loggers import Loggers, MetricsFile, TensorBoard
+from training.spans import LISTENERS
 from training.telemetry import Telemetry
-from training.timing import PHASES, PhaseTimes
+from training.timing import PHASES
 from utils.config import load_config
 
 STEPS = 10  # of an interval
@@ -49,7 +50,7 @@ def main(pairs: int, folder: Path) -> None:
         loggers.log(reading, STEPS)
 
     def interval(told: bool) -> None:
-        PhaseTimes.current = telemetry.times if told else None
+        LISTENERS[:] = [telemetry.times] if told else []
         losses = []
         telemetry.clock.start()
         for number in range(STEPS):

@@ -23,6 +23,7 @@ from tools.planner.fake import fake_rank, pipeline_shapes
 from training.assembly import random_batch, split_as_configured
 from training.model import build_model
 from training.optimizer import build_optimizer
+from training.spans import listening
 from training.speed_options import apply_speed_options
 from training.step import TrainingStep
 from training.tasks import task_of
@@ -93,7 +94,7 @@ def run_a_rank(config, layout, rank=0, mutate=None, steps=2):
         if mutate:
             mutate(step)
         times = PhaseTimes(device)
-        stack.enter_context(times.listening())
+        stack.enter_context(listening(times))
         x, y = random_batch(task, device)
         for iteration in range(steps):
             output = step(iteration, x, y, log_norm=True)  # as in a run, before a reading

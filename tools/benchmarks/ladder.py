@@ -27,7 +27,7 @@ from tools.tables import GIB, format_tables, installed, machine
 from training.assembly import build_step
 from training.float8 import has_float8
 from training.flops import training_flops
-from training.profiling import span
+from training.spans import listening, span
 from training.step import AMP_DTYPES
 from training.tasks import build_task
 from training.timing import PHASES, PhaseTimes
@@ -245,7 +245,7 @@ def _turn(rank: Process, steps: int) -> dict[str, Any]:
     # Batches that were read while other steps trained would make this one look faster.
     _train(rank, LEAD_IN)
     times: PhaseTimes = rank.kept["times"]
-    with times.listening():
+    with listening(times):
         seconds, _ = timed(rank.device, _train, rank, steps)
     by_phase = dict(zip(PHASES, times.read(steps), strict=True))
     peak = peak_memory_bytes(rank.device)  # without the products below

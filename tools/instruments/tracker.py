@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from tools.instruments.counting import Collective, Watch, collective
+from training.spans import listening, span
 from training.speed_options import EXPENSIVE
 from training.step import TrainingStep
 from utils.torch_private import storage_id
@@ -265,60 +266,76 @@ def plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
 
 
+# Spans of a step by the phase that they belong to. Whatever is in none of them counts as backward.
+PHASE_OF_SPAN = {"forward": "forward", "loss": "forward", "update": "update"}
+
+
+class PhaseListener:
+    """Listens to the spans of a step, and keeps `phase` of a tracker. changes: as of phases_of."""
+
+    def __init__(self, tracker: Any, changes: Callable[[str, str], None]):
+        self.tracker = tracker
+        self.changes = changes
+
+    def change(self, phase: str) -> None:
+        """The phase is this one from now on."""
+        before = self.tracker.phase
+        if phase != before:
+            self.changes(before, phase)
+        self.tracker.phase = phase
+
+    def start(self, name: str) -> str:
+        """A span begins; returns the phase around it."""
+        before = self.tracker.phase
+        self.change(PHASE_OF_SPAN.get(name, before))
+        return before
+
+    def stop(self, name: str, mark: str) -> None:
+        """It has ended."""
+        self.change(mark)
+
+
 @contextmanager
 def phases_of(
     step: TrainingStep,
-    listener: Any,
+    tracker: Any,
     changes: Callable[[str, str], None],
 ) -> Iterator[None]:
-    """Inside, listener.phase is the phase of a TrainingStep.
+    """Inside, tracker.phase is the phase of a TrainingStep.
 
     forward: the forward pass and the loss. update: inside the optimizer. backward: everything else, including the
-    reduction of gradients. listener.sent_forward: storages of the tensors that a pipeline sends to its next stage.
+    reduction of gradients. tracker.sent_forward: storages of the tensors that a pipeline sends to its next stage.
     changes: called with the phase that ends and the one that begins.
     """
-    # Whatever nothing below wraps counts as backward.
-    listener.phase = "backward"
-    listener.sent_forward = set()
-
-    def change(phase):
-        if phase != listener.phase:
-            changes(listener.phase, phase)
-        listener.phase = phase
-
-    @contextmanager
-    def within(phase):
-        before = listener.phase
-        change(phase)
+    tracker.phase = "backward"
+    tracker.sent_forward = set()
+    listener = PhaseListener(tracker, changes)
+    pipeline = step.parallel.pipeline
+    stages = pipeline.stages if pipeline else ()
+    with listening(listener), ExitStack() as stack:
+        for stage in stages:
+            stack.enter_context(_observed(stage, tracker))
         yield
-        change(before)
+
+
+@contextmanager
+def _observed(stage: Any, tracker: Any) -> Iterator[None]:
+    """Inside, a stage of a pipeline, which is torch's, has a span in its forward pass, and its sends are noted."""
 
     def sends(combine, method, *args):
         """Call a method of a stage that makes its sends, and note their storages. combine: with those before."""
         made = method(*args)
         storages = {storage_id(send.tensor) for send in made}
-        listener.sent_forward = combine(listener.sent_forward, storages)
+        tracker.sent_forward = combine(tracker.sent_forward, storages)
         return made
 
-    # (object, method, what wraps it)
-    replaced: list[tuple[Any, str, Any]] = [
-        (step.task, "predict", within("forward")),
-        (step, "loss", within("forward")),
-        (step.scaler, "step", within("update")),
-    ]
-    pipeline = step.parallel.pipeline
-    stages = pipeline.stages if pipeline else ()
-    for stage in stages:
-        replaced += [
-            (stage, "forward_one_chunk", within("forward")),
-            (stage, "get_fwd_send_ops", lambda method: partial(sends, set.union, method)),
-            # A gradient may reuse the storage of an activation that was sent.
-            (stage, "get_bwd_send_ops", lambda method: partial(sends, set.difference, method)),
-        ]
-    with ExitStack() as stack:
-        for owner, name, wrap in replaced:
-            wrapped = wrap(getattr(owner, name))
-            stack.enter_context(patch.object(owner, name, wrapped))
+    replaced = {
+        "forward_one_chunk": span("forward")(stage.forward_one_chunk),
+        "get_fwd_send_ops": partial(sends, set.union, stage.get_fwd_send_ops),
+        # A gradient may reuse the storage of an activation that was sent.
+        "get_bwd_send_ops": partial(sends, set.difference, stage.get_bwd_send_ops),
+    }
+    with patch.multiple(stage, **replaced):
         yield
 
 

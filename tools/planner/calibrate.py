@@ -20,6 +20,7 @@ from tools.planner.hardware import HARDWARE, MEASURED, Collective, Speeds, gpu_o
 from tools.planner.step_time import StepTime, step_time, wrapped
 from tools.planner.trace import Trace, observe_step
 from tools.tables import machine
+from training.spans import listening
 from training.timing import PHASES as STEP_PHASES
 from training.timing import PhaseTimes
 from utils import comm, connection
@@ -126,7 +127,7 @@ def _seconds_of_phases(tiny: RankCase) -> Figures:
     times = PhaseTimes(torch.device("cpu"))
     tiny.take_turn()
     for _ in range(STEPS):
-        with times.listening():
+        with listening(times):
             whole, _ = timed(tiny.device, tiny.train, 1)
         seconds = np.nan_to_num(times.read(1)).tolist()
         own = dict(zip(STEP_PHASES, seconds, strict=True))
