@@ -48,7 +48,7 @@ def serial(aurora_config):
 
 
 @pytest.mark.parametrize("trained", ["all", "lora"])
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS[:1], LAYOUTS, "other kinds of parts of Aurora"))
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS[:1], LAYOUTS, "other kinds of parts of Aurora", nightly=True))
 def test_losses_of_eight_steps_are_those_of_one_device(ranks, aurora_config, serial, layout, trained):
     size, options = ranks_and_options(layout)
     config = aurora_config(**options, **(LORA if trained == "lora" else {}))
@@ -56,6 +56,7 @@ def test_losses_of_eight_steps_are_those_of_one_device(ranks, aurora_config, ser
         torch.testing.assert_close(losses, serial[trained], rtol=1e-5, atol=0)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow("a chain of layouts")
 def test_it_stops_on_tiles_and_goes_on_on_one_device(ranks, aurora_config, serial, tmp_path):
     losses = []

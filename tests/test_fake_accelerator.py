@@ -63,6 +63,7 @@ def named_configs():
             yield pytest.param(name, config, id=config)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow("every config that ships, at its own size")
 @pytest.mark.parametrize(("script", "config"), list(named_configs()))
 def test_every_named_config(script, config):

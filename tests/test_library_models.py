@@ -213,6 +213,7 @@ def every_model(layout):
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.slow("models that nobody here wrote")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_models_of_public_libraries_compute_as_on_whole_images(ranks, layout):

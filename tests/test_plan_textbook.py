@@ -11,7 +11,7 @@ SMALL = {case.name: (case.config, case.layout) for case in build_cases(times=Tru
 QUICK = [
     name for name in SMALL if name.endswith(("fsdp", "full", "sequence_parallel", "rollout_steps=3", "schedule=gpipe"))
 ]
-OTHERS = pytest.mark.slow("every other layout of tools/planner/verify.yaml")
+OTHERS = [pytest.mark.slow("every other layout of tools/planner/verify.yaml"), pytest.mark.nightly]
 MP, SHARD = "train_mp.py --config=mp", "train_shard.py --config=shard"
 LARGE = [  # GPUs, script and options
     (1, "train.py --config=base --amp_mode=fp16 --enable_fused --gradient_accumulation=4"),
