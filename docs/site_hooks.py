@@ -68,7 +68,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_given: Any) -> str:
     """Make links lead to pages of the site, fold what is folded, typeset formulas, and show what runs in two tabs."""
     source = page.file.src_uri
-    markdown = re.sub(r"<!--\[\[\[.*?\]\]\]-->\n?", "", markdown, flags=re.S)  # cog's marks
+    # A blank line takes the place of cog's marks, since a table right behind a block of code would be plain text.
+    markdown = re.sub(r"<!--\[\[\[.*?\]\]\]-->\n?", "\n", markdown, flags=re.S)
     markdown = LINK.sub(lambda found: _link(found[0], source), markdown)
     markdown = markdown.replace("<details>", '<details markdown="1">')
     if source == "index.md":

@@ -91,6 +91,9 @@ def test_the_site_holds_every_page_and_needs_nothing_from_elsewhere(site):
         text = page.read_text()
         assert not re.search(r"<(script|link|img|iframe)\b[^>]*(src|href)=\"?(https?:)?//", text), page
         assert "[[[cog" not in text, page
+        assert not re.search(r">\s*\|", re.sub(r"<(code|script|style)\b.*?</\1>", "", text, flags=re.S)), (
+            f"{page}: a raw table"
+        )
         assert not re.search(r"<p>\s*(torchrun|sbatch|python|make) ", text), f"{page}: a command is no paragraph"
     lesson = (site / "data_parallel.html").read_text()
     assert lesson.count('<svg role="img"') == 3 and "$$" not in lesson  # formulas
