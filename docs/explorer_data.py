@@ -19,8 +19,8 @@ from tools.planner.textbook import textbook_traces
 from utils.files import whole_file
 
 ROOT = Path(__file__).parents[1]
-GPUS = ("a100-40gb", "h100")
-COUNTS = (1, 2, 4, 8, 16, 32, 128, 1024)
+GPUS = ("a100-40gb", "h100", "mi300x")
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MOST_APART = 32  # GPUs that split a model or an image between them; more are slow, and would be most of the page
 # Each choice of the page: {its words: options of the config}.
 MODELS = {

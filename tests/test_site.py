@@ -189,6 +189,31 @@ def test_a_trace_is_zoomed_by_keyboard_and_asks_which_message_is_exposed(site, b
 
 
 @pytest.mark.slow("a browser takes seconds to start")
+def test_the_address_keeps_a_layout_and_the_list_names_some(site, browser):
+    page = browser.new_page(viewport={"width": 1300, "height": 900})
+    page.goto(f"file://{site}/explorer.html")
+    for name, value in (("gpu", "h100"), ("n", "4"), ("tp", "2")):
+        page.select_option(f"[name={name}]", value)
+    verdict, line = page.inner_text("#verdict"), page.inner_text("#line")
+    address = page.url
+    assert "gpu=h100&" in address and "&n=4&" in address and "&tp=2&" in address
+    page.goto("about:blank")
+    page.goto(address)
+    assert (page.inner_text("#verdict"), page.inner_text("#line")) == (verdict, line)
+
+    presets = re.findall(r'href="#([\w-]+)" data-preset="([^"]+)"', (ROOT / "docs/explorer.md").read_text())
+    assert len(presets) >= 4
+    lessons = "".join((ROOT / f"docs/{name}.md").read_text() for name in LESSONS)
+    assert sum(f"explorer.md#{name})" in lessons for name, _ in presets) >= 3
+    for name, words in presets:
+        page.goto("about:blank")
+        page.goto(f"file://{site}/explorer.html#{name}")
+        choices = dict(each.split("=") for each in words.split("&"))
+        for field, value in choices.items():
+            assert re.split("[ :]", page.input_value(f"[name={field}]"))[0] == value, (name, field)
+
+
+@pytest.mark.slow("a browser takes seconds to start")
 def test_no_words_of_a_drawing_leave_their_box_or_touch_others(browser):
     page = browser.new_page(viewport={"width": 820, "height": 640})
     for file in sorted(FOLDER.glob("*.svg")):
