@@ -164,7 +164,9 @@ def tables(results: Sequence[Result]) -> str:
 
 def rights(results: Sequence[Result]) -> str:
     """A sentence on what the answers could not do, and what they could all the same."""
-    taken = [what for what in ALL if all(what in result.taken for result in results)]
+    taken = list(ALL)
+    for result in results:
+        taken = [what for what in taken if what in result.taken]
     left = [what for what in ALL if what not in taken]
     text = f"Taken away from the answers: {', '.join(taken) or 'nothing'}."
     if left:
