@@ -159,6 +159,23 @@ def test_a_question_takes_an_answer_before_it_shows_its_own(page):
     assert "It is fsdp" in choice.inner_text() and page.get_by_text("It gathers twice.").is_visible()
 
 
+def test_questions_of_pages_have_the_answers_that_they_explain():
+    """A choice is among its choices. A number is the last one of its explanation, which is computed as it stands there."""
+    asked = 0
+    for file in ROOT.glob("docs/*.md"):
+        for attributes, text in re.findall(r"<details class=\"predict\"(.*?)>(.*?)</details>", file.read_text(), re.S):
+            asked += 1
+            data = dict(re.findall(r'data-(\w+)="([^"]*)"', attributes))
+            explained = text.split("</summary>")[1]
+            assert len(explained.split()) >= 5, file.name
+            if "choices" in data:
+                assert data["answer"] in data["choices"].split("|"), file.name
+                continue
+            numbers = re.findall(r"[\d,]*\d(?:\.\d+)?", explained)
+            assert float(data["answer"]) in [float(number.replace(",", "")) for number in numbers], (file.name, data)
+    assert asked >= 10
+
+
 def formula(page, name, *arguments):
     """A function of docs/moving/formulas.js, called in the page."""
     return page.evaluate(f"(given) => FORMULAS.{name}(...given)", list(arguments))
