@@ -160,7 +160,7 @@ def test_a_question_takes_an_answer_before_it_shows_its_own(page):
 
 
 def test_questions_of_pages_have_the_answers_that_they_explain():
-    """A choice is among its choices. A number is the last one of its explanation, which is computed as it stands there."""
+    """A choice is among its choices, and a number stands in its explanation."""
     asked = 0
     for file in ROOT.glob("docs/*.md"):
         for attributes, text in re.findall(r"<details class=\"predict\"(.*?)>(.*?)</details>", file.read_text(), re.S):
