@@ -68,11 +68,11 @@ drawings: .venv/installed
 notebooks: .venv/installed-dev
 	$(BIN)/python -m docs.notebooks
 
-site: .venv/installed-dev
+site: .venv/installed-site
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "open site/index.html, or make site-serve"
 
-site-serve: .venv/installed-dev
+site-serve: .venv/installed-site
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve --dev-addr 127.0.0.1:8000
 
 exercise: .venv/installed
@@ -111,6 +111,11 @@ clean:
 	$(if $(SITE_TORCH),,$(PIP) $(or $(TORCH),$$(grep '^torch==' requirements.txt)))
 	$(if $(TORCH),$(BIN)/python tools/torch_version.py)
 	grep -v '^torch==' requirements.txt | $(PIP) -r /dev/stdin
+	touch $@
+
+# The site needs the planner, whose numbers it shows, and nothing of the tests.
+.venv/installed-site: requirements/site.txt .venv/installed
+	$(PIP) -r requirements/site.txt
 	touch $@
 
 .venv/installed-dev: requirements/dev.txt requirements/site.txt requirements/era5.txt requirements/maps.txt requirements/dali.txt requirements/fp8.txt requirements/trackers.txt .venv/installed

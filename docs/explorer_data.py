@@ -19,8 +19,8 @@ from tools.planner.textbook import textbook_traces
 from utils.files import whole_file
 
 ROOT = Path(__file__).parents[1]
-GPUS = ("a100-40gb", "h100")
-COUNTS = (1, 2, 4, 8, 16, 32, 128, 1024)
+GPUS = ("a100-40gb", "h100", "mi300x")
+COUNTS = (1, 2, 4, 8, 16, 32, 128, 512)
 MOST_APART = 32  # GPUs that split a model or an image between them; more are slow, and would be most of the page
 # Each choice of the page: {its words: options of the config}.
 MODELS = {
@@ -134,7 +134,7 @@ def data(counts: Sequence[int] = COUNTS) -> dict[str, Any]:
 
 
 def script() -> str:
-    """The data as a script, which a page takes from a file too. EXPLORER_GPUS: the most GPUs (1024)."""
+    """The data as a script, which a page takes from a file too. EXPLORER_GPUS: the most GPUs (512)."""
     most = int(os.environ.get("EXPLORER_GPUS", COUNTS[-1]))
     # Plans follow from these files, so a change in any of them makes the data anew.
     sources = [

@@ -5,6 +5,7 @@ a page of the site, so that every link works there as it does in the repository.
 """
 
 import html
+import json
 import os
 import re
 from io import StringIO
@@ -16,7 +17,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.mathtext import math_to_image
 from mkdocs.structure.files import File, Files
 
-from docs import explorer_data
+from docs import explorer_data, traces
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {
@@ -42,6 +43,18 @@ Train one model on one device or a thousand, with code short enough to read and 
 </div>
 """  # in place of README's first paragraph and picture
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
+# Drawings that have a picture to step through (docs/moving), which takes their place on the site.
+MOVING = (
+    "collectives",
+    "ring",
+    "ddp_buckets",
+    "fsdp_units",
+    "column_row",
+    "ring_attention",
+    "pipeline",
+    "halo",
+)
+DRAWING = re.compile(r"^!\[([^\]]+)\]\(((?:[\w./]*/)?images/drawings/(\w+)\.svg)\)$", re.M)
 FORMULA = re.compile(r"^\$\$\n(.+)\n\$\$$", re.M)
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 
@@ -62,23 +75,52 @@ def on_files(files: Files, config: Any) -> Files:
             if is_code and not files.get_file_from_path(page):  # another page may have linked to it
                 files.append(File.generated(config, page, content=_code(there)))
     files.append(File.generated(config, "explorer/layouts.js", content=explorer_data.script()))
+    files.append(File.generated(config, "moving/traces.js", content=traces.script()))
+    files.append(File.generated(config, "moving/search_worker.js", content=_search_worker(config)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_given: Any) -> str:
     """Make links lead to pages of the site, fold what is folded, typeset formulas, and show what runs in two tabs."""
     source = page.file.src_uri
-    markdown = re.sub(r"<!--\[\[\[.*?\]\]\]-->\n?", "", markdown, flags=re.S)  # cog's marks
+    # A blank line takes the place of cog's marks, since a table right behind a block of code would be plain text.
+    markdown = re.sub(r"<!--\[\[\[.*?\]\]\]-->\n?", "\n", markdown, flags=re.S)
     markdown = LINK.sub(lambda found: _link(found[0], source), markdown)
-    markdown = markdown.replace("<details>", '<details markdown="1">')
+    markdown = re.sub(r"<details(?=[ >])", '<details markdown="1"', markdown)
     if source == "index.md":
         # README begins with its title, a paragraph and a picture.
         title, _, animation, rest = markdown.split("\n\n", 3)
         markdown = "\n\n".join([title, HOME.format(animation=animation), rest])
     markdown = FORMULA.sub(_typeset, markdown)
+    markdown = DRAWING.sub(_figure, markdown)
     # The two sections of a chapter on running it become tabs of one.
     tabs = r"^## (Run it here)\n(.*?)^## (Run it on Slurm)\n(.*?)(?=^## |\Z)"
     return re.sub(tabs, _tabs, markdown, flags=re.S | re.M)
+
+
+def on_post_build(config: Any, **_given: Any) -> None:
+    """Write the search index as a script too: a page that is opened from a file can read no other file."""
+    index = Path(config["site_dir"]) / "search" / "search_index.json"
+    index.with_suffix(".js").write_text(f"var __index = {index.read_text()}")
+
+
+def _search_worker(config: Any) -> str:
+    """The text of the theme's search worker as a script, for docs/moving/offline_search.js."""
+    folders = [Path(folder) / "assets/javascripts/workers" for folder in config["theme"].dirs]
+    (worker,) = [file for folder in folders for file in folder.glob("search.*.min.js")]
+    return f"const SEARCH_WORKER = {json.dumps(worker.read_text())};\n"
+
+
+def _figure(found: re.Match[str]) -> str:
+    """A drawing with its caption, and the name of the picture that moves, if it has one."""
+    words, path, name = found.groups()
+    moving = f' data-picture="{name}"' if name in MOVING else ""
+    caption = words[0].upper() + words[1:]
+    box = f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(words)}">'
+    return (
+        f'<figure class="drawing"{moving}>{box}<img alt="{html.escape(words)}" src="{path}"></div>'
+        f"<figcaption>{html.escape(caption)}.</figcaption></figure>"
+    )
 
 
 def _typeset(found: re.Match[str]) -> str:

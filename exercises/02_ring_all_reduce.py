@@ -7,7 +7,8 @@ into n chunks; then twice n - 1 times every rank passes one chunk to the next ra
   reduce-scatter: what arrives is added to the own chunk, which is passed on next. In the end a rank has one whole sum.
   all-gather: the whole sums go round once more, and replace what is there.
 
-Fill in `ring_all_reduce`. Hint: with 3 ranks, write down which chunk each rank sends in each of the 4 steps, first.
+Fill in both; each is checked by itself. Hint: with 3 ranks, write down which chunk each rank sends in each of the 4
+steps, first. A rank begins with the chunk of its own number.
 Done for real by NCCL and gloo in every `dist.all_reduce`. Chapter: docs/data_parallel.md, "The idea" (bytes of a step).
 """
 
@@ -26,14 +27,31 @@ def shift(x: Tensor) -> Tensor:
     return received
 
 
+def reduce_scatter(chunks: list[Tensor]) -> None:
+    """The first phase: rank r ends with the whole sum in chunk r + 1, the last rank in chunk 0.
+
+    chunks: this rank's, one for each rank, in order. Entries are replaced; the other chunks hold unfinished sums then.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    # TODO: a loop of size - 1 shifts
+    raise NotImplementedError(rank, size)
+    # END
+
+
+def all_gather(chunks: list[Tensor]) -> None:
+    """The second phase: chunks as the first one leaves them; in the end each holds the whole sum, on every rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    # TODO: a loop of size - 1 shifts
+    raise NotImplementedError(rank, size)
+    # END
+
+
 def ring_all_reduce(x: Tensor) -> Tensor:
     """The sum of the ranks' tensors, on every rank: (N,) -> (N,), where N is a multiple of the number of ranks.
 
     x stays as it is.
     """
-    rank, size = dist.get_rank(), dist.get_world_size()
-    chunks = list(x.clone().chunk(size))
-    # TODO: two loops of size - 1 shifts each
-    raise NotImplementedError(rank, chunks)
-    # END
+    chunks = list(x.clone().chunk(dist.get_world_size()))
+    reduce_scatter(chunks)
+    all_gather(chunks)
     return torch.cat(chunks)

@@ -3,19 +3,22 @@
 import importlib
 import re
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from exercises.check import check_file, exercises, main, title
 from tests.support import programs
+from tests.support.wrong_answers import WRONG
 
 FILES = {file.stem: file for file in exercises().values()}
 SEED = 3
+WITHOUT_NUMBERS = ("12_choose_a_layout", "16_broken_runs")  # their checks draw nothing
 # name: what the unsolved file is told
 UNSOLVED = {
     "01_prefetch": "no read had begun: the next step will wait",
-    "02_ring_all_reduce": "`ring_all_reduce` is not filled in yet",
+    "02_ring_all_reduce": "`reduce_scatter` is not filled in yet",
     "03_gradient_buckets": "it is the sum: was it divided by the ranks",
     "04_sharded_sampler": "do the ranks shuffle alike",
     "05_zero1": "keeps the moments of all",
@@ -31,103 +34,6 @@ UNSOLVED = {
     "15_collectives": "every rank has what rank 0 had",
     "16_broken_runs": r"^tensor, ranks: no answer(\n.*: no answer){8}$",
 }
-VERY_WIDE = '"very wide": "--tensor_parallel=4 --data_parallel=zero2 --sequence_parallel"'
-# (name, a piece of the solution, what stands there instead, what the check says to it)
-WRONG = [
-    ("13_steps_without_activations", "own + later", "own", "comes back from the step after"),
-    ("13_steps_without_activations", "/ count", "", "the loss is .*, should be"),
-    ("13_steps_without_activations", "with torch.no_grad():", "if True:", "is a step's graph gone before"),
-    ("01_prefetch", "range(min(depth, count))", "range(count)", "depth is 1: the memory for them"),
-    ("01_prefetch", "coming.pop(0)", "coming.pop()", "batches must come in order"),
-    ("01_prefetch", "coming.pop(0).result()", "(coming.pop(0).exception(), read(i))[1]", "in the caller's thread"),
-    ("02_ring_all_reduce", "(size - 1):\n        whole", "(0):\n        whole", "do the whole sums go round"),
-    (
-        "02_ring_all_reduce",
-        "    for step in range(size - 1):\n        own",
-        "    y, chunks = x, [x.clone()]\n    for _ in range(size - 1):\n        y = shift(y)\n        chunks[0] += y\n"
-        "    return chunks[0]\n    for step in range(size - 1):\n        own",
-        "3 ranks.* one chunk passed on in a step, or all of them",
-    ),
-    (
-        "03_gradient_buckets",
-        "get_world_size()",
-        "get_world_size() ** 2",
-        "half of what it should be: was the mean taken twice",
-    ),
-    ("03_gradient_buckets", "reversed(parameters)", "parameters", "last"),
-    ("03_gradient_buckets", "grad.copy_(part.view_as(grad))", "part.view_as(grad)", "was the bucket copied back"),
-    ("03_gradient_buckets", "buckets[-1] and size + p.grad.nbytes > limit", "buckets[-1]", "one per parameter"),
-    ("04_sharded_sampler", "order[rank::size]", "order[rank::size][: length // size]", "was the rest forgotten"),
-    ("04_sharded_sampler", "[rank::size][done:]", "[done:][rank::size]", "leave out the first samples of the rank"),
-    ("04_sharded_sampler", "torch.Generator()", "torch.default_generator", "default generator is not as it was"),
-    ("04_sharded_sampler", " + epoch", "", "the next epoch has the same order"),
-    ("05_zero1", "dist.broadcast(p, owner)", "pass", "did its owner, rank ., send it"),
-    ("05_zero1", "held[owner] += p.numel()", "held[owner] += 1", "least so far|by the rule"),
-    ("06_tensor_parallel_mlp", "return summed(grad)", "return grad", "gradient of x .* f adds up"),
-    ("06_tensor_parallel_mlp", "F.linear(h, w2)) + b2", "F.linear(h, w2, b2))", "b2 was added 2 times"),
-    (
-        "06_tensor_parallel_mlp",
-        "        return grad\n",
-        "        return summed(grad)\n",
-        "2 times what it should be: g has added",
-    ),
-    (
-        "07_merge_attention",
-        "total.masked_fill(total == -torch.inf, 0)",
-        "total",
-        "in any block .* -inf - .-inf. is nan",
-    ),
-    (
-        "07_merge_attention",
-        "(lse - top).exp(), (block_lse - top).exp()",
-        "lse.exp() / total.exp(), block_lse.exp() / total.exp()",
-        "in the hundreds .* off the larger lse first",
-    ),
-    ("08_halo_exchange", "return own, None", "return grad[:, r:-r], None", "the halo's gradient was dropped"),
-    ("08_halo_exchange", "own[:, -r:] += below", "own[:, -r:] = below", "to be added to what is there"),
-    ("08_halo_exchange", "(x[:, :r], x[:, -r:])", "(x[:, -r:], x[:, :r])", "which rows does the neighbour need"),
-    ("09_rule_for_shard_tensor", "(~part.isnan()).sum()", "torch.tensor(part.numel())", "the gaps were counted"),
-    (
-        "09_rule_for_shard_tensor",
-        "reduce_from_region(torch.stack((part.nansum(), count)), everyone)",
-        "reduce_from_region(part.nansum(), everyone), reduce_from_region(count, everyone)",
-        "2 messages: sum and count fit into one",
-    ),
-    (
-        "10_read_a_trace",
-        "return alone + max(0, end - reached)",
-        "return end - start - sum(max(0, min(e, end) - max(b, start)) for _, b, e in compute)",
-        "the time counts once",
-    ),
-    ("10_read_a_trace", "return 1 - alone", "return alone", "that is the exposed share"),
-    ("10_read_a_trace", "+ exposed(start, end, compute)", "+ end - start", "part of it is hidden"),
-    ("11_reshard", "fromkeys(columns, 1)", "fromkeys(columns, 0)", "proj.weight of rank 0: .* split along dim 1"),
-    ("11_reshard", "(heads, 3, -1)", "(3, heads, -1)", "this is the way back"),
-    ("14_patches", "(0, 2, 4, 1, 3, 5)", "(0, 2, 4, 3, 5, 1)", "in another order: channels first"),
-    ("14_patches", "(0, 3, 1, 4, 2, 5)", "(0, 3, 1, 4, 5, 2)", "the image has the shape|is not the image"),
-    ("14_patches", "(3 + 1 + 4 + 4)", "(3 + 4 + 4)", "weights in its four matrices"),
-    ("15_collectives", "return [before[0] for", "return [before[1] for", "every rank has what rank 0 had"),
-    ("15_collectives", "[r * n : (r + 1) * n]] for r", "[:n]] for r", "rank r has piece r of every rank's list"),
-    ("15_collectives", "2 * share if", "share if", "in all_reduce of .* sends"),
-    ("16_broken_runs", "[0],", "[0, 1],", "^domain, ranks: rank 1 is equal in the row where the difference begins$"),
-    ("16_broken_runs", "[0, 1],", "[1],", "^tensor, ranks: rank 0 differs too in the row where"),
-    ("16_broken_runs", "mlp.fc2", "mlp", "^tensor, where: a part of blocks.1.mlp differs before it$"),
-    ("16_broken_runs", '"all"', '"norm.bias"', "^data, where: it is not the only row of this stage that differs"),
-    ("16_broken_runs", "learning rate", "moments", "^data, cause: then the weights after step 1 would be equal$"),
-    ("16_broken_runs", '"halo"', '"norm"', "^domain, cause: then an output would differ, first that of a norm$"),
-    (
-        "12_choose_a_layout",
-        VERY_WIDE,
-        '"very wide": "--data_parallel=zero1"',
-        "very wide: it needs .* which strategy shares them out",
-    ),
-    (
-        "12_choose_a_layout",
-        VERY_WIDE,
-        '"very wide": "--data_parallel=fsdp --activation_checkpointing=full"',
-        "computes activations twice",
-    ),
-]
 
 
 def solution(name):
@@ -169,12 +75,34 @@ def test_an_unsolved_file_fails_with_a_line_that_helps(name):
     [pytest.param(*w, marks=[PLANNED] * w[0].startswith("12"), id=f"{w[0]}-{i}") for i, w in enumerate(WRONG)],
 )
 def test_a_wrong_solution_is_told_what_is_wrong(name, old, new, message, tmp_path):
+    lines = check_file(name, wrong_file(name, old, new, tmp_path), SEED)
+    assert lines and re.search(message, lines[0])
+
+
+@pytest.mark.slow("each wrong answer is checked over 20 drawn sets of numbers")
+@pytest.mark.parametrize("name", [name for name in FILES if name not in WITHOUT_NUMBERS])
+def test_wrong_answers_are_refused_whatever_is_drawn(name, tmp_path):
+    answers = [each for each in WRONG if each[0] == name]
+    assert len(answers) >= 3
+    accepted = []
+    for _, old, new, _ in answers:
+        file = wrong_file(name, old, new, tmp_path)
+        accepted += [(new, seed) for seed in range(20) if not check_file(name, file, seed)]
+    assert accepted == []
+
+
+def test_every_exercise_has_typical_wrong_answers():
+    counted = Counter(name for name, *_ in WRONG)
+    assert set(counted) == set(FILES) and min(counted.values()) >= 3
+
+
+def wrong_file(name, old, new, folder):
+    """The solution with a piece of it replaced, where it comes last."""
     text = solution(name).read_text()
     assert old in text
-    file = tmp_path / "mine.py"
+    file = folder / "mine.py"
     file.write_text(new.join(text.rsplit(old, 1)))
-    lines = check_file(name, file, SEED)
-    assert lines and re.search(message, lines[0])
+    return file
 
 
 def test_a_rank_that_waits_is_ended_and_says_where(tmp_path):

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,8 @@ import pytest
 
 from docs import explorer_data
 from docs.drawings.__main__ import DRAWINGS, FOLDER
+from docs.site_hooks import MOVING
+from tests.support.browser import MISPLACED, open_chromium
 from utils.config import SCRIPTS, load_config
 
 ROOT = Path(__file__).parents[1]
@@ -91,6 +92,9 @@ def test_the_site_holds_every_page_and_needs_nothing_from_elsewhere(site):
         text = page.read_text()
         assert not re.search(r"<(script|link|img|iframe)\b[^>]*(src|href)=\"?(https?:)?//", text), page
         assert "[[[cog" not in text, page
+        assert not re.search(r">\s*\|", re.sub(r"<(code|script|style)\b.*?</\1>", "", text, flags=re.S)), (
+            f"{page}: a raw table"
+        )
         assert not re.search(r"<p>\s*(torchrun|sbatch|python|make) ", text), f"{page}: a command is no paragraph"
     lesson = (site / "data_parallel.html").read_text()
     assert lesson.count('<svg role="img"') == 3 and "$$" not in lesson  # formulas
@@ -106,15 +110,8 @@ def test_the_site_holds_every_page_and_needs_nothing_from_elsewhere(site):
 
 @pytest.fixture(scope="module")
 def browser():
-    api = pytest.importorskip("playwright.sync_api", reason="pip install -r requirements/site.txt")
-    chromium = shutil.which("chromium")
-    if not chromium and "CI" not in os.environ:
-        pytest.skip("no chromium")
-    with api.sync_playwright() as play:
-        quiet = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-        opened = play.chromium.launch(executable_path=chromium, args=quiet)
+    with open_chromium() as opened:
         yield opened
-        opened.close()
 
 
 @pytest.mark.slow("a browser takes seconds to start")
@@ -135,21 +132,85 @@ def test_pages_fit_on_wide_and_narrow_screens(site, browser, tmp_path_factory):
     assert len(list(pictures.iterdir())) == 12
 
 
-MISPLACED = """() => {
-    const frame = document.documentElement.viewBox.baseVal, found = []
-    const boxes = [...document.querySelectorAll("rect")].slice(1).map(each => each.getBBox())
-    const texts = [...document.querySelectorAll("text")].map(each => [each.textContent, each.getBBox()])
-    for (const [words, at] of texts) {
-        const right = at.x + at.width, x = at.x + at.width / 2, y = at.y + at.height / 2
-        const around = boxes.filter(b => b.x < x && x < b.x + b.width && b.y < y && y < b.y + b.height)
-        const box = around.sort((a, b) => a.width * a.height - b.width * b.height)[0] || frame
-        if (at.x < box.x - 0.5 || right > box.x + box.width + 0.5) found.push(words)
-        for (const [others, b] of texts)
-            if (words < others && at.x < b.x + b.width - 1 && b.x < right - 1
-                && at.y < b.y + b.height - 3 && b.y < at.y + at.height - 3) found.push(words + " | " + others)
-    }
-    return found
-}"""
+@pytest.mark.slow("a browser takes seconds to start")
+def test_drawings_have_captions_and_readable_type_on_a_phone(site, browser):
+    page = browser.new_page(viewport={"width": 400, "height": 900})
+    moving = set()
+    for name in ("ranks_and_collectives", *LESSONS):
+        page.goto(f"file://{site}/{name}.html")
+        figures = page.locator("figure.drawing").all()
+        assert figures, name
+        for figure in figures:
+            assert len(figure.locator("figcaption").inner_text()) > 10
+            if figure.get_attribute("data-picture"):
+                moving.add(figure.get_attribute("data-picture"))
+                assert figure.locator("[role=group] svg").is_visible() and not figure.locator("img").is_visible()
+                continue
+            # As wide as its file says: the type of the file is that of the screen.
+            drawn = FOLDER / Path(figure.locator("img").get_attribute("src")).name
+            width = int(re.search(r' width="(\d+)"', drawn.read_text())[1])
+            assert figure.locator("img").bounding_box()["width"] == pytest.approx(width)
+            assert min(map(int, re.findall(r'font-size="(\d+)"', drawn.read_text()))) >= 11
+    assert moving == set(MOVING)
+
+
+@pytest.mark.slow("a browser takes seconds to start")
+def test_search_works_from_a_file_and_answers_wait_for_a_question(site, browser):
+    page = browser.new_page(viewport={"width": 1300, "height": 900})
+    page.goto(f"file://{site}/ranks_and_collectives.html")
+    page.fill("input.md-search__input", "halo")
+    page.focus("input.md-search__input")
+    page.wait_for_selector(".md-search-result__item")
+    page.goto(f"file://{site}/ranks_and_collectives.html")
+    assert page.locator("details.predict").count() >= 2
+    assert not page.locator("details.predict").first.is_visible()
+    page.locator("form.predict input").first.fill("320")
+    page.locator("form.predict button").first.click()
+    assert page.locator("form.predict [role=status]").first.inner_text() == "Right."
+    assert page.locator("details.predict").first.get_by_text("8 x 40 MB").is_visible()
+
+
+@pytest.mark.slow("a browser takes seconds to start")
+def test_a_trace_is_zoomed_by_keyboard_and_asks_which_message_is_exposed(site, browser):
+    page = browser.new_page(viewport={"width": 400, "height": 900})
+    page.goto(f"file://{site}/profiling.html")
+    viewer = page.locator("#viewer")
+    before = viewer.locator("svg text").all_inner_texts()
+    viewer.focus()
+    page.keyboard.press("+")
+    page.keyboard.press("ArrowRight")
+    assert viewer.locator("svg text").all_inner_texts() != before
+    viewer.get_by_role("button", name="all of it").click()
+    assert viewer.locator("svg text").all_inner_texts() == before
+    viewer.get_by_label("message 2 of rank 1", exact=True).press("Enter")
+    assert "Yes, the longest. It waits for rank 0" in viewer.inner_text()
+    viewer.get_by_label("message 14 of rank 1", exact=True).press("Enter")
+    assert "Not the longest" in viewer.inner_text()
+
+
+@pytest.mark.slow("a browser takes seconds to start")
+def test_the_address_keeps_a_layout_and_the_list_names_some(site, browser):
+    page = browser.new_page(viewport={"width": 1300, "height": 900})
+    page.goto(f"file://{site}/explorer.html")
+    for name, value in (("gpu", "h100"), ("n", "4"), ("tp", "2")):
+        page.select_option(f"[name={name}]", value)
+    verdict, line = page.inner_text("#verdict"), page.inner_text("#line")
+    address = page.url
+    assert "gpu=h100&" in address and "&n=4&" in address and "&tp=2&" in address
+    page.goto("about:blank")
+    page.goto(address)
+    assert (page.inner_text("#verdict"), page.inner_text("#line")) == (verdict, line)
+
+    presets = re.findall(r'href="#([\w-]+)" data-preset="([^"]+)"', (ROOT / "docs/explorer.md").read_text())
+    assert len(presets) >= 4
+    lessons = "".join((ROOT / f"docs/{name}.md").read_text() for name in LESSONS)
+    assert sum(f"explorer.md#{name})" in lessons for name, _ in presets) >= 3
+    for name, words in presets:
+        page.goto("about:blank")
+        page.goto(f"file://{site}/explorer.html#{name}")
+        choices = dict(each.split("=") for each in words.split("&"))
+        for field, value in choices.items():
+            assert re.split("[ :]", page.input_value(f"[name={field}]"))[0] == value, (name, field)
 
 
 @pytest.mark.slow("a browser takes seconds to start")
@@ -157,7 +218,7 @@ def test_no_words_of_a_drawing_leave_their_box_or_touch_others(browser):
     page = browser.new_page(viewport={"width": 820, "height": 640})
     for file in sorted(FOLDER.glob("*.svg")):
         page.goto(file.as_uri())
-        assert page.evaluate(MISPLACED) == [], file.name
+        assert page.evaluate(f"({MISPLACED})(document.documentElement)") == [], file.name
 
 
 SPLIT_BY_MP = SCRIPTS["train_mp.py"].splits

@@ -13,10 +13,11 @@ from utils.files import whole_file
 matplotlib.use("Agg")  # draws without a display
 
 
-def save(figure: Figure, path: str | Path, dpi: int = 120) -> None:
-    """Write a figure as PNG, whole or not at all."""
+def save(figure: Figure, path: str | Path, dpi: int = 120, note: str = "") -> None:
+    """Write a figure as PNG, whole or not at all. note: text that the file keeps beside the picture."""
+    metadata = {"Description": note} if note else None
     with whole_file(Path(path)) as part:
-        figure.savefig(part, format="png", dpi=dpi)
+        figure.savefig(part, format="png", dpi=dpi, metadata=metadata)
 
 
 def panels(

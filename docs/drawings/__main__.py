@@ -16,6 +16,7 @@ DRAWINGS: tuple[Callable[[], Drawing], ...] = (
     one_device.buffers,
     one_device.rollout,
     one_device.resharding,
+    data_parallel.ring,
     data_parallel.ddp_buckets,
     data_parallel.zero_stages,
     data_parallel.fsdp_units,

@@ -27,6 +27,29 @@ def ddp_buckets() -> Drawing:
     return d
 
 
+def ring() -> Drawing:
+    """Four ranks, four chunks: what is whole after each phase of a ring all-reduce."""
+    d = Drawing(
+        800, 190, "A ring all-reduce on four ranks: after the reduce-scatter each has one whole chunk, then all"
+    )
+    phases = [
+        ("before", 60, lambda rank, chunk: "a"),
+        ("after the reduce-scatter: 3 steps", 310, lambda rank, chunk: "c" if chunk == (rank + 1) % 4 else "wait"),
+        ("after the all-gather: 3 more", 560, lambda rank, chunk: "c"),
+    ]
+    for title, x, fill in phases:
+        d.words(x + 90, 20, title, "middle", bold=True)
+        for rank in range(4):
+            for chunk in range(4):
+                d.box(x + chunk * 46, 38 + rank * 28, 44, 24, str(chunk), fill(rank, chunk), 12)
+    for rank in range(4):
+        d.words(52, 50 + rank * 28, f"rank {rank}", "end", 12)
+    for x in (250, 500):
+        d.arrow((x, 92), (x + 50, 92))
+    d.legend(60, 164, [("a", "own numbers"), ("wait", "unfinished sums"), ("c", "whole sums")], 150)
+    return d
+
+
 def zero_stages() -> Drawing:
     """Memory of one of four ranks under each strategy, to scale."""
     d = Drawing(800, 306, "Parameters, gradients and optimizer state on one of four ranks, by strategy, to scale")

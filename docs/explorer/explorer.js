@@ -4,11 +4,12 @@ const COLOURS = ["#b6d4fe", "#fde49b", "#b9e8c4", "#f6c6dd", "#ffc9a0", "#d7c9f7
 const KINDS = ["#74a9f5", "#f2c744", "#76c98a", "#e58bb5", "#ff9f5a", "#a78bda", "#9aa4ae"];
 const FIELDS = ["n", "tp", "cp", "pp", "domain", "dp", "strategy", "parts", "again", "memory", "needed", "ms", "messages"];
 const SPLIT = ["n", "tp", "cp", "pp", "domain"], WAYS = ["strategy", "parts", "again"], CHOICES = [...SPLIT, ...WAYS];
+const STATE = ["gpu", "model", "image", "batch", ...CHOICES]; // what the address of the page keeps
 const LISTED = 16; // partners of a rank that are named one by one
 const page = document.getElementById("explorer");
 const form = page.querySelector("form");
 const at = (id) => document.getElementById(id);
-let rows = [], rank = 0, by = "tp", kept = null; // kept: the facts of a layout to compare with
+let rows = [], rank = 0, by = "tp", begun = false, kept = null; // kept: the facts of a layout to compare with
 
 const make = (tag, text, attributes = {}) => {
     const element = document.createElement(tag);
@@ -29,9 +30,27 @@ function fill(name, values, keep) {
     form[name].value = values.map(String).includes(String(keep)) ? keep : values[0];
 }
 
-function load() { // the layouts of a machine, a model and an image
+// A model, an image and a batch by the first word of their choice: small, 360, 32.
+const shortOf = (name, value) => (["model", "image", "batch"].includes(name) ? String(value).split(/[ :]/)[0] : String(value));
+
+function remember() { // the choices in the address, to come back to and to send to others
+    history.replaceState(null, "", `#${STATE.map((name) => `${name}=${encodeURIComponent(shortOf(name, form[name].value))}`).join("&")}`);
+}
+
+function recall() { // the choices that the address has, or the layout of the list that it names
+    const place = location.hash.slice(1), named = document.querySelector(`[data-preset][href="#${CSS.escape(place)}"]`);
+    const given = new URLSearchParams(named ? named.dataset.preset : place);
+    if (!STATE.some((name) => given.has(name))) return null;
+    for (const name of ["gpu", "model", "image", "batch"]) {
+        const option = [...form[name].options].find((each) => shortOf(name, each.value) === given.get(name));
+        if (option) form[name].value = option.value;
+    }
+    return Object.fromEntries([...given].filter(([name]) => CHOICES.includes(name)));
+}
+
+function load(wanted) { // the layouts of a machine, a model and an image
     const key = [form.gpu.value, form.model.value, form.image.value, form.batch.value].join("|");
-    const before = rows.length ? chosen() : { n: "8" };
+    const before = { ...(rows.length ? chosen() : { n: "8" }), ...wanted };
     rows = LAYOUTS.rows[key].map((row) => Object.fromEntries(row.map((value, i) => [FIELDS[i], value])));
     fill("n", [...new Set(rows.map((row) => row.n))], before.n);
     choose(before);
@@ -215,6 +234,7 @@ function show() {
     showMemory(row);
     showMessages(row);
     at("line").textContent = commandOf(row);
+    if (begun) remember();
 }
 
 function speedOf(row) {
@@ -230,7 +250,7 @@ function begin() {
     fill("model", Object.keys(LAYOUTS.models), Object.keys(LAYOUTS.models)[1]);
     fill("image", Object.keys(LAYOUTS.images));
     fill("batch", Object.keys(LAYOUTS.batches));
-    for (const name of ["gpu", "model", "image", "batch"]) form[name].onchange = load;
+    for (const name of ["gpu", "model", "image", "batch"]) form[name].onchange = () => load();
     form.n.onchange = () => choose(chosen());
     for (const name of CHOICES.slice(1)) form[name].onchange = () => {
         settle();
@@ -250,6 +270,13 @@ function begin() {
         event.preventDefault();
         look(row, Math.min(row.n - 1, Math.max(0, rank + step)), true);
     };
-    load();
+    load(recall());
+    begun = true;
+    window.addEventListener("hashchange", () => {
+        const wanted = recall();
+        if (!wanted) return;
+        load(wanted);
+        page.scrollIntoView();
+    });
 }
 begin();

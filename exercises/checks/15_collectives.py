@@ -20,8 +20,10 @@ HINTS = {
 
 def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
     """Check every function against torch.distributed. Raises Wrong."""
-    n = size * draw.integer(1, 2)
-    before = [[draw.integer(0, 99) for _ in range(n)] for _ in range(size)]
+    # A piece has two numbers at least, so that pieces in a row are not every n-th number; and no number comes twice.
+    n = size * draw.integer(2, 3)
+    numbers_of_all = draw.random.sample(range(100), n * size)
+    before = [numbers_of_all[r * n : (r + 1) * n] for r in range(size)]
     for kind in KINDS:
         said = getattr(exercise, kind)([list(numbers) for numbers in before])
         expect(
@@ -29,6 +31,11 @@ def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
             f"`{kind}` returns {said!r}, expected a list with one list for each of {size} ranks",
         )
         got = real(kind, torch.tensor(before[rank]), size).tolist()
+        strided = real(kind, torch.tensor(strides(before[rank], size)), size).tolist()
+        expect(
+            list(said[rank]) == got or list(said[rank]) != strided,
+            f"{kind}: a piece is {n // size} numbers in a row, not every {size}th number",
+        )
         expect(
             list(said[rank]) == got,
             f"{kind} of {before} leaves {got} on rank {rank}, not {said[rank]}: {HINTS[kind]}",
@@ -41,6 +48,12 @@ def on_rank(exercise: ModuleType, rank: int, size: int, draw: Draw) -> None:
             abs(said - wanted) < 1e-6,
             f"in {kind} of {numbers} numbers each of {size} ranks sends {wanted:g}, not {said:g}",
         )
+
+
+def strides(numbers: list[int], size: int) -> list[int]:
+    """The numbers in the order in which their pieces would be every size-th number."""
+    pieces = [numbers[r::size] for r in range(size)]
+    return [number for piece in pieces for number in piece]
 
 
 def real(kind: str, mine: torch.Tensor, size: int) -> torch.Tensor:

@@ -203,7 +203,8 @@ def write_picture(path: str, figures: dict[str, Any]) -> None:
     figure, (axes,) = panels(len(speeds))
     draw_bars(axes, speeds)
     finish(axes, title=f"{figures['config']}: step by step", xlabel="samples/s")
-    save(figure, path)
+    # The file keeps its numbers, so that a page can be held to show one run in table and picture.
+    save(figure, path, note=speeds["samples/s"].round(2).to_json())
 
 
 def _start(rank: Process, config: Config, delay: float = 0.0) -> None:

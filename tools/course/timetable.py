@@ -1,0 +1,42 @@
+"""How long the commands of the timetable (docs/teaching.md) take on this machine."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/teaching.md"
+BEGINNINGS = ("python ", "torchrun ")  # of commands that need no cluster
+
+
+def commands(page: Path = PAGE) -> list[str]:
+    """The commands of the half day and the full day that run on one machine, each once, in order."""
+    text = page.read_text()
+    course = text[text.index("## Half a day") : text.index("## Exercises and how they are checked")]
+    found = re.findall(r"`([^`\n]+)`|^    (\S.*)$", course, re.M)
+    listed = []
+    for inline, block in found:
+        command = (inline or block).partition("  #")[0].strip()
+        is_whole = command.startswith(BEGINNINGS) and "..." not in command
+        if is_whole and command not in listed:
+            listed.append(command)
+    return listed
+
+
+def seconds_of(command: str, limit: float) -> float | None:
+    """Seconds that a command takes here; None if it fails or is not done after `limit`."""
+    environment_path = Path(sys.executable).parent
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            ["bash", "-c", f'PATH="{environment_path}:$PATH" {command}'],
+            cwd=ROOT,
+            timeout=limit,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    return time.monotonic() - began if done.returncode == 0 else None
