@@ -79,6 +79,7 @@ def test_a_wrong_solution_is_told_what_is_wrong(name, old, new, message, tmp_pat
     assert lines and re.search(message, lines[0])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow("each wrong answer is checked over 20 drawn sets of numbers")
 @pytest.mark.parametrize("name", [name for name in FILES if name not in WITHOUT_NUMBERS])
 def test_wrong_answers_are_refused_whatever_is_drawn(name, tmp_path):
