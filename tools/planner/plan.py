@@ -118,6 +118,7 @@ class Plan:
             "tp": layout.tp,
             "cp": layout.cp,
             "pp": layout.pp,
+            "ens": layout.ens,
             "domain": rows * columns if columns == 1 else f"{rows}x{columns}",
             "dp_shard": layout.shard,
             "local_batch_size": self.config.global_batch_size // layout.dp,

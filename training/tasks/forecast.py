@@ -11,7 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distributed.collectives import as_group, sum_over_ranks
 from distributed.parallel_model import ParallelModel
+from training.crps import exchange_points, own_points, weighted_crps
+from training.ensemble import members_of_ranks, repeat_members
 from training.losses import loss_weights, relative_l2, weighted_squared_error
 from training.metrics import ForecastMetrics
 from training.results import skill_table
@@ -131,14 +134,17 @@ class ForecastTask(Task):
         if self._train is not None:
             check_same_kind(record, self._train, where)
 
-    def predict(self, parallel: ParallelModel, x: Tensor, y: Tensor) -> Tensor:
-        """A forecast of as many steps as y has."""
+    def predict(self, parallel: ParallelModel, x: Tensor, y: Tensor, noise: Tensor | None = None) -> Tensor:
+        """A forecast of as many steps as y has; of an ensemble the rank's members, sample by sample: (B m, ...)."""
+        if noise is not None:
+            x = repeat_members(x, noise.shape[1])
+            noise = noise.flatten(0, 1)  # (B m, steps, K)
         # The target has the steps of the forecast, one after the other.
         steps = y.shape[1] // self.config.n_out_channels
         if steps == 1 and self.config.predict == "state":
-            return parallel.module(x)
+            return parallel.module(x) if noise is None else parallel.module(x, noise[:, 0])
         # DistributedDataParallel, around the model, makes ready for the backward pass: once, in the last step.
-        return self.rollout(x.device).forecast(parallel.model, x, steps, last=parallel.module)
+        return self.rollout(x.device).forecast(parallel.model, x, steps, parallel.module, noise)
 
     def rollout(self, device: torch.device) -> Rollout:
         """The object that turns the network's outputs into forecasts."""
@@ -152,6 +158,8 @@ class ForecastTask(Task):
 
     def loss(self, prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None) -> Tensor:
         """The loss that the config names, the mean over the steps of the forecast."""
+        if self.config.loss == "crps":
+            return self._crps(prediction, target).mean()
         # Every step of a forecast counts as a sample: (B, k n_out, h, w) -> (B k, n_out, h, w).
         n_out = self.config.n_out_channels
         prediction = prediction.unflatten(1, (-1, n_out)).flatten(0, 1)
@@ -168,14 +176,33 @@ class ForecastTask(Task):
         """The loss of each sample, (B,), of images (B, n_out, H, W); not whole: of this rank's part of them."""
         if self.config.loss == "relative_l2":
             return relative_l2(prediction, target, image_group)
+        return weighted_squared_error(prediction, target, self.weights(whole, target.device), image_group)
+
+    def weights(self, whole: bool, device: torch.device) -> Tensor:
+        """Weights of the channels and points of an image, (n_out, H, 1); not whole: of this rank's rows."""
         # The weights are made once, and kept on the device.
         if whole not in self._weights:
             weights = loss_weights(self.config, *self._described)  # (n_out, H, 1)
             if not whole:
                 rows = self.own_window()[0]
                 weights = weights[:, rows]  # (n_out, h, 1)
-            self._weights[whole] = weights.to(target.device)
-        return weighted_squared_error(prediction, target, self._weights[whole], image_group)
+            self._weights[whole] = weights.to(device)
+        return self._weights[whole]
+
+    def _crps(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """The score of each sample by the members of all ranks, (B,). prediction: this rank's, (B m, k n_out, h, w)."""
+        group = comm.get_group("ens")
+        members = prediction.unflatten(0, (len(target), -1)).flatten(2)  # (B, m, P), of this rank's part of images
+        members = exchange_points(members, members_of_ranks(self.config), group)  # (B, M, p)
+
+        # The steps of a forecast have the same weights, and the loss is their mean.
+        weights = self.weights(False, target.device)
+        steps = target.shape[1] // len(weights)
+        of_a_step = weights.expand(-1, -1, target.shape[-1]).flatten() / steps
+        of_points = own_points(of_a_step.repeat(steps), group)  # (p,)
+        truth = own_points(target.flatten(1), group)  # (B, p)
+        scores = weighted_crps(members, truth, of_points, self.config.crps_alpha)
+        return sum_over_ranks(scores, as_group(comm.get_group("sample")))
 
     def build_validator(self, loader: BatchLoader) -> Validator:
         """RMSE and ACC of each channel."""
