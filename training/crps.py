@@ -45,9 +45,10 @@ def sum_of_differences(members: Tensor) -> Tensor:
     """The sum of |x_i - x_j| over all pairs i < j of members: (B, M, P) -> (B, P)."""
     count = members.shape[1]
     if count <= MOST_IN_PAIRS:
-        values = members.unbind(1)
-        differences = [(first - second).abs() for first, second in combinations(values, 2)]
-        return torch.stack(differences).sum(0)
+        total = torch.zeros_like(members[:, 0])
+        for first, second in combinations(members.unbind(1), 2):
+            total = total + (first - second).abs()
+        return total
     # Of members in order, the k-th from 0 is larger than k others and smaller than M - 1 - k.
     ordered = members.sort(dim=1).values
     times = torch.arange(1 - count, count, 2, device=members.device, dtype=members.dtype)  # (M,): 1 - M, 3 - M, ...
