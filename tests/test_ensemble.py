@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support.layout_parity import (
+    build,
     check_chain,
     check_in_double,
     compare_in_double,
@@ -157,3 +158,22 @@ def test_a_model_alone_has_no_weights_for_noise(tiny_config):
     plain = {name for name, _ in build_model(tiny_config()).named_parameters()}
     with_noise = {name for name, _ in build_model(tiny_config(**ENSEMBLE)).named_parameters()}
     assert {name.partition(".")[0] for name in with_noise - plain} == {"noise_embed"} and plain < with_noise
+
+
+@pytest.mark.parametrize("layout", ["ens2", "ens3"])
+def test_validation_scores_all_members_whoever_has_them(ranks, tiny_config, layout):
+    options = ENSEMBLE | {"rollout_steps": 2, "limit_nsamples_val": 6}
+    size, own = ranks_and_options(layout)
+    expected = validated(tiny_config(**options))
+    assert set(expected) >= {"val_loss", "rmse", "acc", "crps", "spread", "spread_skill", "climatology_rmse"}
+    for scores in ranks(size, validated, tiny_config(**options, **own)):
+        for name, score in expected.items():
+            assert scores[name] == pytest.approx(score, rel=1e-5), name
+    for channel, crps_of_channel in expected["crps"].items():
+        assert 0 < crps_of_channel < expected["rmse"][channel]
+
+
+def validated(config):
+    step = build(config)
+    loader = step.task.build_loaders(torch.device("cpu"))[1]
+    return step.task.build_validator(loader).run(step.parallel)

@@ -36,6 +36,8 @@ def crps_of_points(members: Tensor, target: Tensor, alpha: float) -> Tensor:
     target = at_least_float32(target)
     count = members.shape[1]
     error = (members - target[:, None]).abs().mean(1)  # (B, P)
+    if count == 1:  # a single forecast has no spread
+        return error
     weight = 1 - (1 - alpha) / count
     spread = sum_of_differences(members) / (count * (count - 1))
     return error - weight * spread

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distributed.collectives import as_group, gather_from_region
 from utils import comm
 from utils.layout import Sizes, shard_sizes
 from utils.sample_order import own_positions
@@ -60,6 +61,14 @@ def draw_noise(
             drawn.append(stream.standard_normal((steps, features), dtype=np.float32))
     noise = np.stack(drawn)  # (B m, steps, K)
     return torch.from_numpy(noise).unflatten(0, (-1, len(members)))
+
+
+def whole_members(part: Tensor, config: Config) -> Tensor:
+    """The members of all ranks, from this rank's, sample by sample: (B m, ...) -> (B, M, ...), on all of them."""
+    counts = members_of_ranks(config)
+    group = as_group(comm.get_group("ens"))
+    own = part.unflatten(0, (-1, counts[group.rank]))  # (B, m, ...)
+    return gather_from_region(own, 1, counts, group)
 
 
 def training_noise(config: Config, iteration: int, steps: int, x: Tensor) -> Tensor:

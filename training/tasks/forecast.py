@@ -14,7 +14,8 @@ from torch import Tensor
 from distributed.collectives import as_group, sum_over_ranks
 from distributed.parallel_model import ParallelModel
 from training.crps import exchange_points, own_points, weighted_crps
-from training.ensemble import members_of_ranks, repeat_members
+from training.ensemble import VALIDATION, draw_noise, members_of_ranks, own_members, repeat_members, whole_members
+from training.ensemble_metrics import EnsembleMetrics
 from training.losses import loss_weights, relative_l2, weighted_squared_error
 from training.metrics import ForecastMetrics
 from training.results import skill_table
@@ -204,9 +205,17 @@ class ForecastTask(Task):
         scores = weighted_crps(members, truth, of_points, self.config.crps_alpha)
         return sum_over_ranks(scores, as_group(comm.get_group("sample")))
 
+    def member_losses(self, members: Tensor, target: Tensor) -> Tensor:
+        """The score of each sample, (B,), of whole ensembles (B, M, n_out, H, W) and whole images (B, n_out, H, W)."""
+        weights = self.weights(True, target.device).expand(-1, -1, target.shape[-1]).flatten()
+        return weighted_crps(members.flatten(2), target.flatten(1), weights, self.config.crps_alpha)
+
     def build_validator(self, loader: BatchLoader) -> Validator:
         """RMSE and ACC of each channel."""
-        return ForecastValidator(loader, self.rollout(loader.device), self.sample_losses)
+        rollout = self.rollout(loader.device)
+        if self.config.ensemble_size > 1:
+            return EnsembleValidator(loader, rollout, self.member_losses, self.config)
+        return ForecastValidator(loader, rollout, self.sample_losses)
 
     def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Images of normal random numbers; forcings that stay are the same for all samples."""
@@ -327,6 +336,14 @@ class ForecastValidator(Validator):
         self.new_metrics = partial(ForecastMetrics, self.grid.latitude, self.stds, self.climatology)
         self.baselines: dict[str, dict[str, float]] = {}  # the same in every pass: scored in the first
 
+    def network(self, parallel: ParallelModel) -> Network:
+        """The model as a forecast calls it, with images and, in an ensemble, noise."""
+
+        def call(x: Tensor, *noise: Tensor) -> Tensor:
+            return parallel.predict(x, self.loader.n_out, *noise)
+
+        return call
+
     def describe(self, summary: dict[str, Any]) -> str:
         """RMSE of the headline channels beside persistence and climatology."""
         return skill_table(summary)
@@ -343,17 +360,18 @@ class ForecastValidator(Validator):
         losses = []
         example = None
         n_out = self.loader.n_out
-        network = partial(parallel.predict, out_channels=n_out)
-        for x, y, count in self.loader.valid():
+        network = self.network(parallel)
+        for batch, (x, y, count) in enumerate(self.loader.valid()):
             beat()
             # Persistence forecasts the state of now.
             state = parallel.whole_images(x[:, : self.loader.n_in])[:count]
-            forecasts = self._whole_steps(parallel, network, x, y, count)
+            forecasts = self.whole_steps(parallel, network, x, y, count, batch)
 
             # The loss of a sample is the mean over the steps of its forecast. Other scores are of the first step.
             step_losses = [self.sample_losses(prediction, target) for prediction, target in forecasts]
             losses.append(torch.stack(step_losses).mean(0))
             prediction, target = forecasts[0]
+            prediction = self.best_guess(prediction, target)
             metrics.update(prediction, target)
             if not self.baselines:
                 climatology.update(self.climatology.expand_as(target), target)
@@ -379,15 +397,23 @@ class ForecastValidator(Validator):
             **self.baselines,
         }
 
-    def _whole_steps(
+    def best_guess(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """The forecast whose RMSE and ACC are told, (B, n_out, H, W), of a result of whole_steps."""
+        return prediction
+
+    def whole_steps(
         self,
         parallel: ParallelModel,
         network: Network,
         x: Tensor,
         y: Tensor,
         count: int,
+        batch: int,
     ) -> list[tuple[Tensor, Tensor]]:
-        """(prediction, target) of each step of a forecast: whole images of the first `count` samples."""
+        """(prediction, target) of each step of a forecast: whole images of the first `count` samples.
+
+        batch: number of the batch, from 0.
+        """
         n_out = self.loader.n_out
         targets = y.split(n_out, 1)
         predictions = self.rollout.steps(network, x, len(targets))
@@ -414,3 +440,66 @@ class ForecastValidator(Validator):
                 truth = in_units(target, channel)
                 forecast = in_units(prediction, channel)
                 self.figures[name] = lead_time_figure(truth, forecast, (), self.grid, name, self.units[channel])
+
+
+class EnsembleValidator(ForecastValidator):
+    """Loss of the whole ensembles; of their first step the scores of members, and those of their mean as a forecast."""
+
+    def __init__(
+        self,
+        loader: BatchLoader,
+        rollout: Rollout,
+        member_losses: Callable[[Tensor, Tensor], Tensor],
+        config: Config,
+    ):
+        super().__init__(loader, rollout, member_losses)
+        self.config = config
+        self.ensembles = self._new_ensembles()
+
+    def _new_ensembles(self) -> EnsembleMetrics:
+        return EnsembleMetrics(self.grid.latitude, self.stds, self.climatology)
+
+    def score(
+        self,
+        parallel: ParallelModel,
+        beat: Callable[[], None],
+    ) -> dict[str, Any]:
+        """As of one forecast, and {"crps", "spread", "spread_skill": by channel} of the ensembles."""
+        self.ensembles = self._new_ensembles()
+        scores = super().score(parallel, beat)
+        of_ensembles = self.ensembles.compute()
+        for name in ("crps", "spread", "spread_skill"):
+            scores[name] = self._by_channel(getattr(of_ensembles, name))
+        return scores
+
+    def best_guess(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """The mean of the members, which are scored. prediction: (B, M, n_out, H, W)."""
+        self.ensembles.update(prediction, target)
+        return prediction.mean(1)
+
+    def whole_steps(
+        self,
+        parallel: ParallelModel,
+        network: Network,
+        x: Tensor,
+        y: Tensor,
+        count: int,
+        batch: int,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """(members, target) of each step: whole ensembles (B, M, n_out, H, W) and images of the first `count` samples.
+
+        A sample has the same noise in every validation.
+        """
+        targets = y.split(self.loader.n_out, 1)
+        samples = self.loader.order().samples(batch)
+        moments = [(VALIDATION, sample) for sample in samples]
+        own = own_members(self.config)
+        drawn = draw_noise(self.config.seed, moments, own, len(targets), self.config.noise_features)
+        noise = drawn.to(x.device, x.dtype).flatten(0, 1)  # (B m, steps, K)
+        states = self.rollout.steps(network, repeat_members(x, len(own)), len(targets), noise=noise)
+        pairs = []
+        for state, target in zip(states, targets, strict=True):
+            members = whole_members(parallel.whole_images(state), self.config)  # (B, M, n_out, H, W)
+            whole_target = parallel.whole_images(target)
+            pairs.append((members[:count], whole_target[:count]))
+        return pairs
