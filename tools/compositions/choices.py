@@ -54,9 +54,9 @@ BROUGHT: dict[tuple[str, str], dict[str, Any]] = {
     ("loss", "crps"): {"ensemble_size": 2},
     ("ensemble_size", "2"): {"loss": "crps"},
     ("ensemble_size", "4"): {"loss": "crps"},
-    ("ensemble_parallel", "2"): {"loss": "crps", "ensemble_size": 2},
-    ("ensemble_parallel", "3"): {"loss": "crps", "ensemble_size": 4},
 }
+# Choices about layouts bring nothing along that changes numbers: they need another choice beside them, by its name.
+COMPANIONS = {"ensemble_parallel": "ensemble_size=4"}
 # Values with which each layout has numbers of its own, as the schema says of them. They run, and are held against the
 # plan; their losses are not compared.
 OWN_NUMBERS: dict[str, Any] = {"dropout": 0.0, "noddp": False, "sync_batchnorm": True}
