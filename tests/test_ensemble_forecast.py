@@ -10,6 +10,7 @@ import xarray
 import forecast
 import train
 from tests.conftest import words_of
+from tests.support.launch import outcome
 from tests.support.refusals import refusal
 from tools.forecasting.ensembles import LeadTimeEnsembles
 from training.ensemble_metrics import QUANTILES
@@ -79,7 +80,8 @@ def test_pictures_and_table_show_the_ensemble(serial, run, tmp_path, capsys):
 @pytest.mark.parametrize("layout", ["--ensemble_parallel=2", "--ensemble_parallel=3", "--domain_parallel=1x2"])
 def test_any_layout_has_the_same_members(ranks, run, serial, tmp_path, layout):
     size = 3 if layout.endswith("3") else 2
-    ranks(size, forecast_of, run, tmp_path, layout)
+    words = [f"--run={run}", f"--out={tmp_path}", *WORDS, layout]
+    assert ranks(size, outcome, "forecast", words) == [(None, "")] * size
     skill, files = results_in(tmp_path)
     for name, file in zip(files, serial[1], strict=True):
         xarray.testing.assert_allclose(name, file, rtol=1e-4, atol=1e-2)
