@@ -242,11 +242,6 @@ def _of_ensemble(config: Config) -> Iterator[str]:
             "ensemble_size goes without pipeline_parallel, whose stages exchange nothing but tokens: split with "
             "tensor_parallel, context_parallel or ensemble_parallel"
         )
-    if config.sync_batchnorm and members % ranks:
-        yield (
-            f"sync_batchnorm needs as many members on each rank, and ensemble_size {members} is no multiple of "
-            f"ensemble_parallel {ranks}"
-        )
 
 
 def _of_rollout(config: Config) -> Iterator[str]:
