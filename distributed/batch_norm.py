@@ -6,6 +6,7 @@ backward two more. Method: Ioffe and Szegedy 2015 (arXiv:1502.03167).
 """
 
 from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -21,33 +22,37 @@ from distributed.shard.rules.reductions import autocast_dtype
 from distributed.shard.spec import Shares
 from distributed.shard_tensor import ShardTensor, local, sum_partial, wrap
 
+EQUAL = Fraction(1)
 
-def synchronize_batch_norm(model: nn.Module, group: AnyGroup) -> None:
+
+def synchronize_batch_norm(model: nn.Module, group: AnyGroup, share: Fraction = EQUAL) -> None:
     """Let the BatchNorm layers of a model, in place, share their statistics over the ranks of a group in training.
 
-    Each rank has the same number of samples, or a part of each of them as a ShardTensor. A library's subclass keeps
-    what else its forward function does.
+    Each rank has the same number of samples, or a part of each of them as a ShardTensor. share: the mean number of
+    samples of a rank, relative to this rank's, where members of an ensemble are shared unevenly. A library's subclass
+    keeps what else its forward function does.
     """
     group = as_group(group)
     if group.size == 1:
         return
     layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     for module in layers:
-        module.forward = partial(_synchronized, module.forward, group)
+        module.forward = partial(_synchronized, module.forward, group, share)
 
 
-def _synchronized(forward: Callable, group: Group, x: Tensor) -> Tensor:
+def _synchronized(forward: Callable, group: Group, share: Fraction, x: Tensor) -> Tensor:
     """The forward function of a layer, in which F.batch_norm is that of a group: (B, C, ...) -> the same shape."""
-    with _OverGroup(group):
+    with _OverGroup(group, share):
         return forward(x)
 
 
 class _OverGroup(TorchFunctionMode):
     """Inside, F.batch_norm is the one of this file, over the ranks of a group."""
 
-    def __init__(self, group: Group):
+    def __init__(self, group: Group, share: Fraction):
         super().__init__()
         self.group = group
+        self.share = share
 
     def __torch_function__(
         self,
@@ -58,12 +63,13 @@ class _OverGroup(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.batch_norm:
-            return batch_norm(self.group, *args, **kwargs)
+            return batch_norm(self.group, self.share, *args, **kwargs)
         return func(*args, **kwargs)
 
 
 def batch_norm(
     group: Group,
+    share: Fraction,
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -73,7 +79,10 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """F.batch_norm, in training over all ranks of a group. input: (B, C, ...), plain or a ShardTensor."""
+    """F.batch_norm, in training over all ranks of a group. input: (B, C, ...), plain or a ShardTensor.
+
+    share: see synchronize_batch_norm.
+    """
     if not training:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
@@ -92,7 +101,7 @@ def batch_norm(
     # The mean comes first: the sum of squared deviations from it keeps its digits, which E[x²] - E[x]² does not.
     dims = (0, *range(2, part.dim()))
     values_of_channel = input.shape.numel() // input.shape[1]
-    count = replicas * values_of_channel
+    count = int(replicas * values_of_channel * share)
     with torch.no_grad():
         values = at_least_float32(part)
         own_sum = values.sum(dims, keepdim=True)  # (1, C, 1, ...)

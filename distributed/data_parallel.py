@@ -16,6 +16,7 @@ import contextlib
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from utils import comm
 from utils.config import SHARDED
 from utils.device import device_module, on_capture_stream
 from utils.errors import LayoutError, UsageError, first_line
+from utils.layout import shard_sizes
 from utils.sharded import is_dtensor, is_fsdp_module
 
 OF_DTYPES = re.compile(r"\btypes?\b|dtype|BFloat16|Half")  # in messages of torch
@@ -59,6 +61,7 @@ class DataParallelOptions:
     enable_cuda_graphs: bool = False
     amp_mode: str = "none"
     longest_rollout: int = 1
+    ensemble_size: int = 1
 
 
 def fully_shard_model(
@@ -191,7 +194,10 @@ def data_parallel(
     if options.sync_batchnorm:
         from distributed.batch_norm import synchronize_batch_norm
 
-        synchronize_batch_norm(model, comm.get_group("grad_reduce"))
+        members = shard_sizes(options.ensemble_size, comm.get_size("ens"))
+        own_members = members[comm.get_rank("ens")]
+        share = Fraction(options.ensemble_size, own_members * len(members))
+        synchronize_batch_norm(model, comm.get_group("grad_reduce"), share)
     whole: set[str] = set()
     for module in modules:
         whole |= _share_out_and_allocate(module, options, device, split, usage)

@@ -72,15 +72,16 @@ class ParallelModel:
 
     def micro_batches(
         self,
-        x: Tensor,
-        y: Tensor,
         count: int,
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+        *batch: Tensor,
+    ) -> Iterator[tuple[Tensor, ...]]:
         """Equal parts of a batch, one after the other; only the backward pass of the last one reduces gradients.
 
-        x, y: input and target, (B, ...), B a multiple of count. Yields (x, y) of B / count samples each.
+        batch: input, target and whatever else belongs to the samples, (B, ...), B a multiple of count. Yields as many
+        tensors, of B / count samples each.
         """
-        parts = list(zip(x.chunk(count), y.chunk(count), strict=True))
+        chunks = [tensor.chunk(count) for tensor in batch]
+        parts = list(zip(*chunks, strict=True))
         for number, part in enumerate(parts, 1):
             last = number == len(parts)
             if is_fsdp_module(self.module):
@@ -96,14 +97,15 @@ class ParallelModel:
         """After the last backward pass of a step: reduce the gradients that data parallelism leaves to other ranks."""
         reduce_partial_gradients(self.model, comm.get_group("tp"))
         # Data parallelism ignores parameters that are split over the domain ranks. Here their gradients become the mean
-        # over dp. The loss was multiplied by the number of domain ranks (distributed/domain_parallel.py).
-        dp = comm.get_size("dp")
-        domain = comm.get_size("domain")
+        # over dp. The loss was multiplied by the number of ranks that share a sample (distributed/domain_parallel.py).
+        # Members of a sample are summed over their ranks, as the parts of an image are.
+        replicas = comm.get_size("dp_ens")
+        summed = comm.get_size("domain")
         for name, parameter in self.model.named_parameters():
             if name in self.split.specs and parameter.grad is not None:
-                parameter.grad /= domain * dp
-                if dp > 1:
-                    dist.all_reduce(parameter.grad, group=comm.get_group("dp"))
+                parameter.grad /= summed * replicas
+                if replicas > 1:
+                    dist.all_reduce(parameter.grad, group=comm.get_group("dp_ens"))
         self._reduce_whole()
 
     def _reduce_whole(self) -> None:
@@ -203,18 +205,18 @@ class ParallelModel:
         """
         if comm.get_size("domain") > 1:
             make_buffers_whole(self.model)
-        if comm.get_size("dp") > 1:
+        if comm.get_size("dp_ens") > 1:
             for buffer in self.model.buffers():
-                broadcast_bytes(buffer, comm.get_group("dp"))
+                broadcast_bytes(buffer, comm.get_group("dp_ens"))
 
     @torch.no_grad()
-    def predict(self, x: Tensor, out_channels: int) -> Tensor:
+    def predict(self, x: Tensor, out_channels: int, *noise: Tensor) -> Tensor:
         """The model's output on every rank that shares these samples, this rank's part of it: (B, C_out, h, w).
 
-        x: this rank's part of the input, (B, C_in, h, w).
+        x: this rank's part of the input, (B, C_in, h, w). noise: (B, K), where the model takes any.
         """
         if not self.pipeline:
-            output = self.model(x)
+            output = self.model(x, *noise)
             check_output(output, f"in evaluation, model {type(self.model).__name__}")
             return output
         return self.pipeline.forecast(x, (len(x), out_channels, *x.shape[2:]))

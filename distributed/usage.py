@@ -84,8 +84,8 @@ class Usage:
             self.inside[name] = self.inside.get(name, around) & around
 
 
-def watch(model: nn.Module, x: Tensor) -> tuple[Any, Usage]:
-    """Call a model in training mode and watch. Returns its output, and the Usage.
+def watch(model: nn.Module, *inputs: Tensor) -> tuple[Any, Usage]:
+    """Call a model in training mode, with all that it takes, and watch. Returns its output, and the Usage.
 
     The model may lie on the meta device. It keeps nothing for a backward pass; its buffers may change. The random state
     of the program stays as it was. A model whose passes differ is also called in evaluation mode, where most models
@@ -94,10 +94,10 @@ def watch(model: nn.Module, x: Tensor) -> tuple[Any, Usage]:
     model.train()
     with _random_state_kept() as drawn:
         before = _settings(model)
-        output, usage = _Watch(model).run(x)
+        output, usage = _Watch(model).run(*inputs)
         if before != _settings(model):  # set by the first pass, or counted in each one
             before = _settings(model)
-            output, usage = _Watch(model).run(x)
+            output, usage = _Watch(model).run(*inputs)
         now = _settings(model)
         changed = [name for name in now if now[name] != before.get(name)]
         if changed:
@@ -105,7 +105,7 @@ def watch(model: nn.Module, x: Tensor) -> tuple[Any, Usage]:
         elif drawn():
             usage.varies = "it draws random numbers of Python or NumPy"
         if usage.varies:
-            _, of_evaluation = _Watch(model.eval()).run(x)
+            _, of_evaluation = _Watch(model.eval()).run(*inputs)
             usage.add(of_evaluation)
     return output, usage
 
@@ -128,7 +128,7 @@ class _Watch:
         self.views: list[tuple[str, Tensor, int]] = []  # (module, view that it has returned, its version)
         self.checkpoints = 0  # reentrant ones, one inside another
 
-    def run(self, x: Tensor) -> tuple[Any, Usage]:
+    def run(self, *inputs: Tensor) -> tuple[Any, Usage]:
         """Call the model once."""
         checkpointed = CheckpointFunction.forward
 
@@ -160,7 +160,7 @@ class _Watch:
             counter = stack.enter_context(FlopCounterMode(display=False))
             stack.enter_context(_Functions(self))
             stack.enter_context(_Operations(self))
-            output = self.model(x)
+            output = self.model(*inputs)
         self.usage.flops = counter.get_total_flops()
         for name, view, version in self.views:
             if view._version != version:

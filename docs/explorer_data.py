@@ -25,6 +25,7 @@ MOST_APART = 32  # GPUs that split a model or an image between them; more are sl
 # Each choice of the page: {its words: options of the config}.
 MODELS = {
     "small: 12 blocks of 384 features": "--embed_dim=384 --num_heads=8",
+    "small, ensembles of 4 members": "--embed_dim=384 --num_heads=8 --loss=crps --ensemble_size=4",
     "medium: 12 blocks of 1024 features": "--embed_dim=1024 --num_heads=8",
     "large: 24 blocks of 2048 features": "--embed_dim=2048 --num_heads=16 --depth=24",
 }
@@ -70,6 +71,7 @@ def row(plan: Plan, sent: dict[str, int]) -> list[Any]:
         layout.cp,
         layout.pp,
         "x".join(map(str, layout.domain)),
+        layout.ens,
         layout.dp,
         config.data_parallel,
         config.gradient_accumulation,

@@ -102,6 +102,7 @@ class AFNO(Transformer):
         dropout: float = 0.0,
         num_blocks: int = 8,
         sparsity: float = 0.01,
+        noise_features: int = 0,
     ):
         grid, patch_size = patch_grid(img_size, patch_size)
         patch_embed = PatchEmbed(patch_size, in_channels, embed_dim)
@@ -116,4 +117,5 @@ class AFNO(Transformer):
             patch_size=patch_size,
             embed_dim=embed_dim,
             dropout=dropout,
+            noise_features=noise_features,
         )

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from networks.vit import NoiseEmbedding
+
 
 class GlobeConv(nn.Module):
     """Convolution of 3 x 3 points, periodic in longitude: (B, C, H, W) -> (B, C', H, W)."""
@@ -41,7 +43,8 @@ class DoubleConv(nn.Sequential):
 class UNet(nn.Module):
     """Down by 2 ** levels and up again, with a skip at each level: (B, in_channels, H, W) -> (B, out_channels, H, W).
 
-    img_size: (H, W). width: channels on the finest grid, doubled at each level.
+    img_size: (H, W). width: channels on the finest grid, doubled at each level. noise_features: numbers of the noise
+    that the model takes beside an image, and adds to the coarsest grid as an embedding; 0: it takes none.
     Raises ValueError where 2 ** levels does not divide H and W.
     """
 
@@ -52,6 +55,7 @@ class UNet(nn.Module):
         out_channels: int,
         width: int = 32,
         levels: int = 2,
+        noise_features: int = 0,
     ):
         super().__init__()
         # An image may be cut between the cells of the coarsest grid.
@@ -73,14 +77,17 @@ class UNet(nn.Module):
         for channels in upwards:
             self.join.append(DoubleConv(channels, channels // 2))
         self.head = nn.Conv2d(width, out_channels, kernel_size=1)
+        self.noise_embed = NoiseEmbedding(noise_features, widths[-1]) if noise_features else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (B, in_channels, H, W) -> (B, out_channels, H, W)."""
+    def forward(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
+        """x: (B, in_channels, H, W) -> (B, out_channels, H, W). noise: (B, noise_features), if there are any."""
         x = self.first(x)  # (B, width, H, W)
         skips = []
         for block in self.down:
             skips.append(x)
             x = block(self.pool(x))  # (B, 2 C, H / 2, W / 2)
+        if self.noise_embed is not None:
+            x = x + self.noise_embed(noise)[:, :, None, None]  # the same vector for all points of a member
         for up, join in zip(self.up, self.join, strict=True):
             x = up(x)  # (B, C / 2, 2 H, 2 W)
             x = torch.cat([x, skips.pop()], 1)  # (B, C, 2 H, 2 W)

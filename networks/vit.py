@@ -200,11 +200,26 @@ class ImageHead(nn.Module):
         return x.reshape(*x.shape[:2], *img_size)
 
 
+class NoiseEmbedding(nn.Module):
+    """Two linear layers from the noise of a member of an ensemble to a vector of features: (B, K) -> (B, D)."""
+
+    def __init__(self, noise_features: int, embed_dim: int):
+        super().__init__()
+        self.first = nn.Linear(noise_features, embed_dim)
+        self.second = nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, noise: Tensor) -> Tensor:
+        """noise: (B, K) -> (B, D)."""
+        hidden = F.gelu(self.first(noise))
+        return self.second(hidden)
+
+
 class Transformer(nn.Module):
     """Patches, positions, blocks, head: (B, C, *img_size) -> what the head makes of the tokens.
 
-    patch_embed: module from the image to its tokens, (B, N, D). blocks: modules from tokens to tokens. head: module
-    from the tokens to the output. grid, patch_size: the results of patch_grid.
+    noise_features: numbers of the noise that the model takes beside an image, and adds to every token as an embedding;
+    0: it takes none. patch_embed: module from the image to its tokens, (B, N, D). blocks: modules from tokens to
+    tokens. head: module from the tokens to the output. grid, patch_size: the results of patch_grid.
     """
 
     def __init__(
@@ -216,19 +231,24 @@ class Transformer(nn.Module):
         patch_size: tuple[int, ...],
         embed_dim: int,
         dropout: float,
+        noise_features: int = 0,
     ):
         super().__init__()
         self.patch_size = patch_size  # an image may be cut between patches
         self.patch_embed = patch_embed
         self.pos_embed = PositionEmbedding(math.prod(grid), embed_dim)
+        self.noise_embed = NoiseEmbedding(noise_features, embed_dim) if noise_features else None
         self.pos_drop = nn.Dropout(dropout)
         self.blocks: Any = nn.ModuleList(blocks)  # torch has no type for a list of one kind of module
         self.norm = nn.LayerNorm(embed_dim, eps=LAYER_NORM_EPS)
         self.head: Any = head  # only one that makes images has a grid
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (B, C, *img_size) -> what the head makes of the tokens."""
-        x = self.pos_drop(self.pos_embed(self.patch_embed(x)))  # (B, N, D)
+    def forward(self, x: Tensor, noise: Tensor | None = None) -> Tensor:
+        """x: (B, C, *img_size) -> what the head makes of the tokens. noise: (B, noise_features), if there are any."""
+        x = self.pos_embed(self.patch_embed(x))  # (B, N, D)
+        if self.noise_embed is not None:
+            x = x + self.noise_embed(noise)[:, None]  # the same vector for all tokens of a member
+        x = self.pos_drop(x)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -253,6 +273,7 @@ class ViT(Transformer):
         num_heads: int,
         mlp_ratio: float = 4,
         dropout: float = 0.0,
+        noise_features: int = 0,
     ):
         grid, patch_size = patch_grid(img_size, patch_size)
         patch_embed = PatchEmbed(patch_size, in_channels, embed_dim)
@@ -269,4 +290,5 @@ class ViT(Transformer):
             patch_size=patch_size,
             embed_dim=embed_dim,
             dropout=dropout,
+            noise_features=noise_features,
         )

@@ -27,6 +27,7 @@ SEVERAL = [
     ("domain_parallel=2 data_parallel=fsdp ema=0.5", "dp=4"),
     ("context_parallel=2 rollout_steps=2 activation_checkpointing=full", None),
     ("dp=2 rollout_schedule=[1,2] forcings=latitude;day", None),
+    ("loss=crps ensemble_size=4 ensemble_parallel=2 ema=0.5 rollout_steps=2", "ensemble_parallel=3"),
 ]
 FOUND = [
     ("a sum is left out", "tensor_parallel=2 ema=0.5", None, "losses"),
@@ -158,6 +159,21 @@ def test_a_new_key_of_the_schema_takes_part_without_being_named(monkeypatch, bas
     assert not any("greeting" in name or "colour=red" in name for name in names)
     assert "label" in choices.keys_without_values(wider)
     assert "colour" in choices.keys_of_layouts() and "beats" not in choices.keys_of_layouts()
+
+
+def test_choices_of_layouts_bring_along_nothing_that_changes_numbers(base):
+    """A run that goes on in another layout keeps its numbers, and leaves out what says how work is shared."""
+    of_layouts = [choice for choice in all_choices(base.config) if choice.key in choices.keys_of_layouts()]
+    assert len(of_layouts) > 20
+    for choice in of_layouts:
+        assert list(choice.settings) == [choice.key]
+
+
+def test_a_choice_that_needs_another_one_is_drawn_with_it(base):
+    there = {choice.name: choice for choice in all_choices(base.config)}
+    draws = Draws(base, list(there.values()), 0)
+    pair = [there["ensemble_parallel=2"], there["lr_schedule=constant"]]
+    assert draws._made_legal(pair) == [*pair, there["ensemble_size=4"]]
 
 
 def test_values_follow_from_type_bounds_and_what_is_there(base):

@@ -91,7 +91,7 @@ CLASSIFY = ["--task=classify", "--model=classifier"]
         (
             4,
             ["--tensor_parallel=4", "--parallel_order=tp-xx"],
-            "parallel_order 'tp-xx': name each of dp, cp, domain, tp, pp at m",
+            "parallel_order 'tp-xx': name each of dp, cp, domain, ens, tp, pp at m",
         ),
         (
             4,

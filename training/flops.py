@@ -22,9 +22,9 @@ def training_flops(config: Config) -> float:
 
     The backward pass has two products for each one. Activation checkpointing computes more, which does not count:
     utilisation is of the work the model needs (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B). Of a rollout
-    it is one step of the forecast.
+    it is one step of the forecast. An ensemble makes a pass for each member of a sample.
     """
-    return PASSES * inspect_model(config).flops
+    return PASSES * inspect_model(config).flops * config.ensemble_size
 
 
 def precision(config: Config) -> str:

@@ -126,12 +126,18 @@ def _builder(config):
         "num_heads": config.num_heads,
         "mlp_ratio": config.mlp_ratio,
         "dropout": config.dropout,
+        "noise_features": config.noise_of_model,
     }
     # A model takes of the settings what its signature names.
     named, takes_any = arguments_of(Model)
     for name in config.model_args:
         if name not in named and not takes_any:
             raise UsageError(f"{config.config}: model_args: {config.model} takes no '{name}'{nearest(name, named)}")
+    if config.noise_of_model and "noise_features" not in named:
+        raise UsageError(
+            f"{config.config}: model {config.model} takes no noise, so the {config.ensemble_size} members of "
+            "ensemble_size would be alike: its class needs an argument noise_features, and forward(x, noise)"
+        )
     arguments = {name: value for name, value in settings.items() if name in named} | config.model_args
 
     def build() -> nn.Module:
@@ -218,10 +224,11 @@ def call_with(
 
 def complete(model: nn.Module, config: Config) -> None:
     """Let lazy modules see an image, so that they know their shapes. Raises UsageError where the model fails on it."""
-    image = torch.zeros(1, config.model_in_channels, *config.img_size)  # on the device of the context
+    inputs = blank_inputs(config, 1)  # on the device of the context
+    image = inputs[0]
     try:
         with torch.no_grad():
-            model.eval()(image)
+            model.eval()(*inputs)
     except Exception as error:
         raise UsageError(
             f"{config.config}: model {config.model} has lazy modules and fails on an input of {list(image.shape)}: "
@@ -234,6 +241,14 @@ def complete(model: nn.Module, config: Config) -> None:
                 f"{config.config}: model {config.model}: the shape of '{name}' is still unknown after a forward pass, "
                 "which does not call its lazy module: give it a module with sizes"
             )
+
+
+def blank_inputs(config: Config, samples: int, device: torch.device | str | None = None) -> tuple[Tensor, ...]:
+    """Zeros in the shapes of what a model takes: images (B, C, *img_size) and, of an ensemble, noise (B, K)."""
+    images = torch.zeros(samples, config.model_in_channels, *config.img_size, device=device)
+    if not config.noise_of_model:
+        return (images,)
+    return images, torch.zeros(samples, config.noise_of_model, device=device)
 
 
 def model_class(name: str) -> Callable[..., nn.Module]:
@@ -278,7 +293,7 @@ def inspect_model(config: Config) -> ModelInfo:
         model = build_model(config, device)
         weights = dict(model.named_parameters())
         try:
-            output, usage = watch(model, torch.zeros(samples, *image, device=device))
+            output, usage = watch(model, *blank_inputs(config, samples, device))
             break
         except Exception as error:
             problems[device] = problems.get(device, error)

@@ -12,7 +12,7 @@ from torch import Tensor
 from distributed.collectives import at_least_float32
 from utils.schema import Config, count_forcings
 
-Network = Callable[[Tensor], Tensor]
+Network = Callable[..., Tensor]  # of an image and, in an ensemble, of noise
 
 
 class Rollout:
@@ -66,16 +66,20 @@ class Rollout:
         x: Tensor,
         count: int,
         last: Network | None = None,
+        noise: Tensor | None = None,
     ) -> Iterator[Tensor]:
         """Yield the state after each of `count` steps: (B, n_out, h, w), normalised, float32.
 
-        last: called in place of `network` in the last step.
+        last: called in place of `network` in the last step. noise: of each step, (B, count, K), which the network takes
+        beside the image; None: it takes none.
         """
         frames = x[:, : self.channels]
         for step in range(count):
             is_last = step == count - 1
             call = last if last and is_last else network
-            state = self.next_state(frames, call(self.inputs(frames, x, step)))  # (B, n_out, h, w)
+            beside = () if noise is None else (noise[:, step],)  # (B, K)
+            output = call(self.inputs(frames, x, step), *beside)
+            state = self.next_state(frames, output)  # (B, n_out, h, w)
             yield state
             frames = self.moved_on(frames, state)
 
@@ -85,9 +89,10 @@ class Rollout:
         x: Tensor,
         count: int,
         last: Network | None = None,
+        noise: Tensor | None = None,
     ) -> Tensor:
-        """All steps, one after the other: (B, count n_out, h, w)."""
-        states = list(self.steps(network, x, count, last))
+        """All steps, one after the other: (B, count n_out, h, w). Arguments as of `steps`."""
+        states = list(self.steps(network, x, count, last, noise))
         if count == 1:  # nothing to join, and no copy
             return states[0]
         return torch.cat(states, 1)

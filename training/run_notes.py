@@ -53,7 +53,7 @@ def log_memory(step: TrainingStep) -> None:
 def describe_devices(config: Config, device: torch.device) -> str:
     """The devices, and how the model is split over them, as text."""
     layout = config.layout(comm.world_size())
-    split = layout.describe("tp", "cp", "domain", "pp", "dp")
+    split = layout.describe("tp", "cp", "domain", "ens", "pp", "dp")
     is_sharded = config.data_parallel in SHARDED and comm.get_size("grad_reduce") > 1
     if layout.dp > 1 or is_sharded:
         split += f" ({config.data_parallel})"

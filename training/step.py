@@ -11,6 +11,7 @@ from distributed.parallel_model import ParallelModel, transform_forward
 from training.averaged_weights import AveragedWeights
 from training.cuda_graphs import CapturedStep
 from training.determinism import unrepeatable_as_usage_error
+from training.ensemble import training_noise
 from training.loss_scaler import OwnScaler
 from training.optimizer import learning_rate, set_learning_rate
 from training.random_streams import RandomStreams
@@ -93,33 +94,42 @@ class TrainingStep:
         """
         # The rate is a function of the iteration alone, so a resumed run needs no state for it.
         set_learning_rate(self.optimizer, learning_rate(self.config, iteration))
+        noise = self.noise(iteration, x, y)
         with self.streams.host, unrepeatable_as_usage_error():
             if self.config.enable_cuda_graphs:
                 captured = self.captured.setdefault(y.shape, CapturedStep(self.parallel.replicated))
-                output = StepOutput(*captured(self.run_measured_step, x, y).unbind())
+                output = StepOutput(*captured(self.run_measured_step, x, y, *noise).unbind())
             else:
-                output = self.run_step(x, y, log_norm)
+                output = self.run_step(x, y, *noise, log_norm=log_norm)
         if self.average:
             self.average.update(iteration)
         return output
 
-    def run_measured_step(self, x: Tensor, y: Tensor) -> Tensor:
+    def noise(self, iteration: int, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        """The noise of this rank's members of each sample, (B, m, steps, K), or nothing without an ensemble."""
+        if self.config.ensemble_size == 1:
+            return ()
+        steps = y.shape[1] // self.config.n_out_channels
+        return (training_noise(self.config, iteration, steps, x),)
+
+    def run_measured_step(self, x: Tensor, y: Tensor, *noise: Tensor) -> Tensor:
         """The step with the norm of its gradient, as one tensor, which is what a CUDA graph returns: (2,)."""
-        output = self.run_step(x, y, log_norm=True)
+        output = self.run_step(x, y, *noise, log_norm=True)
         assert output.grad_norm_squared is not None
         return torch.stack([output.loss, output.grad_norm_squared])
 
-    def run_step(self, x: Tensor, y: Tensor, log_norm: bool) -> StepOutput:
-        """The step itself, operation by operation. Arguments as of __call__."""
+    def run_step(self, x: Tensor, y: Tensor, *noise: Tensor, log_norm: bool) -> StepOutput:
+        """The step itself, operation by operation. Arguments as of __call__, and the result of `noise`."""
         if self.parallel.pipeline:
             with span("pipeline"):
                 losses = self.parallel.pipeline.step(x, y, self.loss_of_stage, self.scaler.scale)
         else:
             # Gradients of all micro-batches add up, and are reduced with the last one.
             losses = []
-            for x_part, y_part in self.parallel.micro_batches(x, y, self.config.gradient_accumulation):
+            count = self.config.gradient_accumulation
+            for x_part, y_part, *noise_part in self.parallel.micro_batches(count, x, y, *noise):
                 with span("forward"), self.autocast():
-                    loss = self.loss(self.task.predict(self.parallel, x_part, y_part), y_part)
+                    loss = self.loss(self.task.predict(self.parallel, x_part, y_part, *noise_part), y_part)
                 with span("backward"):
                     self.scaler.scale(loss).backward()
                 losses.append(loss.detach())
@@ -185,8 +195,8 @@ class TrainingStep:
         if self.parallel.replicated and not self.parallel.pipeline:
             # DDP remembers the stream of its first backward pass; the warm-up and the capture are on that of graphs.
             graphs = self.config.enable_cuda_graphs
-            first_x = x.chunk(self.config.gradient_accumulation)[0]
-            first_y = y.chunk(self.config.gradient_accumulation)[0]
+            inputs = (x, y, *self.noise(0, x, y))
+            first = [tensor.chunk(self.config.gradient_accumulation)[0] for tensor in inputs]
             # The warm-up draws numbers, which must not be missing afterwards.
             devices = [self.device] if self.device.type != "cpu" else []
             for _ in range(2):  # it looks at the order in one pass, and rearranges them for the next
@@ -198,5 +208,5 @@ class TrainingStep:
                     with_buffers(copied_buffers(self.parallel.model)),
                     self.autocast(),
                 ):
-                    self.task.predict(self.parallel, first_x, first_y).sum().backward()
+                    self.task.predict(self.parallel, *first).sum().backward()
             self.optimizer.zero_grad(set_to_none=True)

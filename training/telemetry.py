@@ -32,7 +32,8 @@ class Telemetry:
         self.losses: list[Tensor] = []  # on the device, not read yet
         self.square: Tensor | None = None  # this rank's share of the squared norm of the last step's gradient
         self.called: int | None = None  # collectives until the end of the first step after a reading
-        self.flops = PASSES * step.task.facts.flops  # of a sample, in one step of a forecast
+        # Of a sample with all its members, in one step of a forecast.
+        self.flops = PASSES * step.task.facts.flops * config.ensemble_size
         self.peak = peak_flops_per_sec(step.device, config)
 
     def add(self, output: StepOutput) -> None:

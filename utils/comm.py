@@ -1,9 +1,10 @@
 """The mesh of a run's processes: in which groups they work together, and what they add up or gather.
 
 Every process holds one device. Ranks form a mesh with named dimensions: dp data parallel (dp_replicate x dp_shard where
-parameters are sharded inside smaller groups), cp context parallel, domain (domain_lat x domain_lon) domain parallel,
-tp tensor parallel, pp pipeline parallel. In a single process the functions below work too, and communicate nothing.
-How the processes meet and end is in utils/connection.py, how they come to one decision in utils/agreement.py.
+parameters are sharded inside smaller groups), ens ensemble parallel, cp context parallel, domain (domain_lat x
+domain_lon) domain parallel, tp tensor parallel, pp pipeline parallel. In a single process the functions below work too,
+and communicate nothing. How the processes meet and end is in utils/connection.py, how they come to one decision in
+utils/agreement.py.
 """
 
 import datetime
@@ -19,16 +20,23 @@ from utils.torch_private import flattened, set_timeout
 
 DOMAIN = {"domain_lat", "domain_lon"}
 IMAGE = {"cp", *DOMAIN}
+SAMPLE = {"ens", *IMAGE}
+DP = {"dp_replicate", "dp_shard"}
 # Dimensions that also work together as one.
 COMBINED = {
-    "dp": {"dp_replicate", "dp_shard"},
+    "dp": DP,
     "domain": DOMAIN,
     "image": IMAGE,  # ranks that share one image
-    "grad_reduce": {"dp_replicate", "dp_shard", *IMAGE},  # ranks whose gradients are averaged
-    "dp_shard_image": {"dp_shard", *IMAGE},
+    "sample": SAMPLE,  # ranks that share one sample: its members, and its images
+    "grad_reduce": {*DP, *SAMPLE},  # ranks whose gradients are averaged
+    "dp_ens": {*DP, "ens"},  # ranks that hold the same part of other images
+    "dp_shard_sample": {"dp_shard", *SAMPLE},
     "tp_pp": {"tp", "pp"},
+    "same_data": {"tp", "pp", "ens"},  # ranks that train on the same part of the same samples
 }
-DATA_PARALLEL = ("dp", "dp_shard", "grad_reduce", "dp_shard_image")  # all ranks, until a mesh is built
+# The combination that another one is where no rank shares the members of a sample.
+WITHOUT_MEMBERS = {"sample": "image", "dp_ens": "dp", "same_data": "tp_pp"}
+DATA_PARALLEL = ("dp", "dp_shard", "dp_ens", "grad_reduce", "dp_shard_sample")  # all ranks, until a mesh is built
 T = TypeVar("T")
 
 _patience = datetime.timedelta(seconds=600)  # of every group
@@ -48,14 +56,19 @@ def build_mesh(device: torch.device, layout: Layout) -> None:
     for name in dims:
         _meshes[name] = mesh[name]
     for name, parts in COMBINED.items():
+        if name in WITHOUT_MEMBERS and dims["ens"] == 1:
+            continue
         combined = tuple(dim for dim in dims if dim in parts)
         # Where at most one dimension has several ranks, its groups are those of the combination. Where none has, any
         # dimension will do that is the same on every rank.
         several = [dim for dim in combined if dims[dim] > 1] or [min(parts)]
-        if len(several) == 1 and name != "dp_shard_image":  # which hsdp asks for by this name
+        if len(several) == 1 and name != "dp_shard_sample":  # which hsdp asks for by this name
             _meshes[name] = mesh[several[0]]
         else:
             _meshes[name] = flattened(mesh[combined], name)
+    if dims["ens"] == 1:
+        for name, same in WITHOUT_MEMBERS.items():
+            _meshes[name] = _meshes[same]
     # Only some orders of the dimensions need it.
     own = _mesh_of_hsdp(mesh)
     if own is not None:
@@ -106,7 +119,7 @@ def get_mesh(*names: str) -> DeviceMesh | None:
 
 def _hsdp_dims() -> tuple[str, str]:
     """The dimensions of hsdp's mesh: groups that hold copies of sharded parameters, and the ranks of a group."""
-    return "dp_replicate", "dp_shard" if get_size("image") == 1 else "dp_shard_image"
+    return "dp_replicate", "dp_shard" if get_size("sample") == 1 else "dp_shard_sample"
 
 
 def _mesh_of_hsdp(mesh: DeviceMesh) -> DeviceMesh | None:
@@ -153,6 +166,7 @@ def dropout_stream(sequence_parallel: bool = False) -> int:
     """
     # The number of a rank among all, as if each dimension were a digit.
     stream = get_rank("dp")
+    stream = stream * get_size("ens") + get_rank("ens")
     stream = stream * get_size("cp") + get_rank("cp")
     stream = stream * get_size("pp") + get_rank("pp")
     if sequence_parallel:

@@ -56,6 +56,7 @@ def _scripts_that_split_by(key: str) -> str:
 SPLITS = {key: _scripts_that_split_by(key) for key in SPLIT_KEYS}
 SHARDED = ("zero2", "fsdp", "hsdp")
 REPLICATED = ("ddp", "zero1")
+ENSEMBLE_KEYS = ("noise_features", "crps_alpha")  # they mean something with several members only
 # Keys that belong to some values of data_parallel only.
 STRATEGY_KEYS = {
     "cpu_offload": SHARDED,
@@ -133,7 +134,7 @@ def check_config(
         raise UsageError(explain(error, Config, where, options)) from None
     # Problems are looked for one by one, and the first ends it.
     of_ranks = _of_ranks(config, world_size) if world_size else ()
-    for problem in chain(of_ranks, _of_options(config), _of_rollout(config)):
+    for problem in chain(of_ranks, _of_options(config), _of_ensemble(config), _of_rollout(config)):
         raise UsageError(f"{where}: {problem}")
     return config
 
@@ -214,9 +215,33 @@ def _of_options(config: Config) -> Iterator[str]:
     if config.freeze and config.pipeline_parallel > 1:
         yield "freeze goes without pipeline_parallel: a stage without gradients has nothing to send back"
     if config.loss == "relative_l2" and (config.channel_weights or config.pressure_weights):
-        yield "channel_weights and pressure_weights belong to loss squared_error, not relative_l2"
+        yield "channel_weights and pressure_weights belong to loss squared_error and crps, not relative_l2"
     if len(set(config.forcings)) < len(config.forcings):
         yield f"forcings {config.forcings}: one is named twice"
+
+
+def _of_ensemble(config: Config) -> Iterator[str]:
+    """Options of an ensemble that do not go together, or that mean nothing without one."""
+    members = config.ensemble_size
+    ranks = config.ensemble_parallel
+    if members == 1:
+        if config.loss == "crps":
+            yield "loss crps scores the members of an ensemble: give an ensemble_size of 2 or more"
+        if ranks > 1:
+            yield f"ensemble_parallel {ranks} shares out the members of a sample: give ensemble_size too"
+        for name in ENSEMBLE_KEYS:
+            if getattr(config, name) != Config.model_fields[name].default:
+                yield f"{name} belongs to an ensemble: give an ensemble_size of 2 or more"
+        return
+    if config.loss != "crps":
+        yield f"ensemble_size {members}: members are trained by loss crps, not {config.loss}"
+    if ranks > members:
+        yield f"ensemble_parallel {ranks}: more ranks than the {members} members of ensemble_size"
+    if config.pipeline_parallel > 1:
+        yield (
+            "ensemble_size goes without pipeline_parallel, whose stages exchange nothing but tokens: split with "
+            "tensor_parallel, context_parallel or ensemble_parallel"
+        )
 
 
 def _of_rollout(config: Config) -> Iterator[str]:

@@ -132,9 +132,9 @@ class BatchLoader:
 
     def _shared_batches(self, order: Order, iterations: range) -> Iterator[Batch]:
         """As _batches; where several ranks train on the same samples, the first one reads and broadcasts them."""
-        # Ranks of a model share its samples: reading them once is enough.
-        group = comm.get_group("tp_pp")
-        if comm.get_size("tp_pp") == 1:
+        # Ranks of a model, and those of the members of a sample, share samples: reading them once is enough.
+        group = comm.get_group("same_data")
+        if comm.get_size("same_data") == 1:
             yield from self._read_together(self._batches(order, iterations))
         elif reads_samples():
             for x, y in self._read_together(self._batches(order, iterations)):
@@ -204,7 +204,7 @@ class BatchLoader:
 
 def reads_samples() -> bool:
     """Tell whether this rank reads. Of the ranks that train on the same samples only the first one does."""
-    return comm.get_rank("tp_pp") == 0
+    return comm.get_rank("same_data") == 0
 
 
 class DataLoader(BatchLoader):

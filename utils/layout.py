@@ -15,6 +15,7 @@ DIMENSIONS = {
     "dp": "data parallel",
     "cp": "context parallel",
     "domain": "domain parallel",
+    "ens": "ensemble parallel",
     "tp": "tensor parallel",
     "pp": "pipeline parallel",
 }
@@ -24,7 +25,7 @@ PARTS = {
     "domain": ("domain_lon", "domain_lat"),
 }
 Sizes = tuple[int, ...]  # of the pieces of a dimension, by rank
-ORDER = "tp-cp-domain-dp-pp"  # neighbours along the first dimension are adjacent ranks
+ORDER = "tp-cp-domain-ens-dp-pp"  # neighbours along the first dimension are adjacent ranks
 
 
 def tile_counts(domain_parallel: int | str) -> tuple[int, int]:
@@ -46,11 +47,11 @@ def shard_sizes(length: int, size: int) -> Sizes:
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranks of a run as tp x cp x domain x pp x dp. dp is the number that the others leave.
+    """The ranks of a run as tp x cp x domain x ens x pp x dp. dp is the number that the others leave.
 
-    domain: ranks along latitude and along longitude that share an image. shard: dp ranks that share one copy of sharded
-    parameters (dp_shard); None: all of them. order: the dimension named first has adjacent ranks as neighbours, then
-    the second, and so on. Raises UsageError where the numbers do not fit.
+    domain: ranks along latitude and along longitude that share an image. ens: ranks that share the members of a sample.
+    shard: dp ranks that share one copy of sharded parameters (dp_shard); None: all of them. order: the dimension named
+    first has adjacent ranks as neighbours, then the second, and so on. Raises UsageError where the numbers do not fit.
     """
 
     world_size: int
@@ -60,6 +61,7 @@ class Layout:
     shard: int | None = None
     order: str = ORDER
     domain: tuple[int, int] = (1, 1)
+    ens: int = 1
 
     def __post_init__(self):
         named = self.order.split("-")
@@ -69,9 +71,9 @@ class Layout:
             raise UsageError(
                 f"parallel_order '{self.order}': name each of {', '.join(DIMENSIONS)} at most once, as in {ORDER}"
             )
-        others = self.tp * self.cp * self.pp * math.prod(self.domain)
+        others = self._ranks_of_a_replica()
         if self.world_size % others:
-            split = self.describe("tp", "cp", "domain", "pp")
+            split = self.describe("tp", "cp", "domain", "ens", "pp")
             size = self.world_size
             raise UsageError(f"{size} ranks cannot be split as {split} x dp: {size} is not a multiple of {others}")
         if self.shard is not None and self.dp % self.shard:
@@ -83,8 +85,11 @@ class Layout:
     @property
     def dp(self) -> int:
         """Number of data-parallel ranks."""
-        others = self.tp * self.cp * self.pp * math.prod(self.domain)
-        return self.world_size // others
+        return self.world_size // self._ranks_of_a_replica()
+
+    def _ranks_of_a_replica(self) -> int:
+        """Ranks of all dimensions but dp."""
+        return self.tp * self.cp * self.pp * self.ens * math.prod(self.domain)
 
     def describe(self, *names: str) -> str:
         """The named dimensions that have more than one rank, as text: tp 2 x domain 2x2."""
@@ -107,6 +112,7 @@ class Layout:
             "tp": self.tp,
             "cp": self.cp,
             "pp": self.pp,
+            "ens": self.ens,
             "domain_lat": rows,
             "domain_lon": columns,
         }
@@ -160,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ranks = int_in_range(1, 2**16)
     parser = ArgumentParser(description="Show the groups of a parallel layout.")
     parser.add_argument("--world_size", type=ranks, required=True)
-    for name in ("tensor", "context", "pipeline"):
+    for name in ("tensor", "context", "pipeline", "ensemble"):
         parser.add_argument(f"--{name}_parallel", type=ranks, default=1)
     parser.add_argument("--domain_parallel", default="1", metavar="N|NxM", help="ranks along latitude x longitude")
     parser.add_argument("--dp_shard", type=ranks, help="data-parallel ranks that share one copy of sharded parameters")
@@ -175,6 +181,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         o.dp_shard,
         o.parallel_order,
         tile_counts(o.domain_parallel),
+        o.ensemble_parallel,
     )
     print(layout.table(o.ranks_per_node))
 

@@ -23,6 +23,7 @@ Seconds = Annotated[int, Field(ge=1, le=10**7)]
 Weight = Annotated[float, Field(ge=0, le=1e6)]
 MOST_STEPS = 1000  # of a forecast in training
 Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
+Members = Annotated[int, Field(ge=1, le=1024)]
 Frames = Annotated[int, Field(ge=1, le=64)]
 Stage = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 Method = Literal["gather", "ring", "all_to_all"]
@@ -159,11 +160,16 @@ class Config(BaseModel):
         "weights that are not trained, by names: ['backbone.*']; '!*lora*': but these", [], "training"
     )
     seed: NonNegativeInt = key("seed of weights, sample order and dropout", 0)
-    loss: Literal["relative_l2", "squared_error"] = key(
-        "of forecasts: of whole images, or of channels and points by their weights", "relative_l2", "training"
+    loss: Literal["relative_l2", "squared_error", "crps"] = key(
+        "of forecasts: of whole images, of channels and points by their weights, or that of an ensemble",
+        "relative_l2",
+        "training",
     )
-    channel_weights: dict[Name, Weight] = key("squared_error: weights of channels, else 1: {u10: 0.1}", {}, "training")
-    pressure_weights: bool = key("squared_error: channels weigh as the pressure of their level", False, "training")
+    channel_weights: dict[Name, Weight] = key("weights of channels, else 1: {u10: 0.1}", {}, "training")
+    pressure_weights: bool = key("channels weigh as the pressure of their level", False, "training")
+    ensemble_size: Members = key("crps: members of a sample, forecasts that differ by noise", 1, "training")
+    noise_features: Size = key("ensembles: numbers of the noise of a member in a step", 16, "model")
+    crps_alpha: float = key("crps: 1: fair; less: almost fair, members may not agree", 0.95, "training", ge=0, le=1)
     rollout_steps: Steps = key("steps of a forecast to train over, each from the one before", 1, "training")
     rollout_schedule: list[Stage] = key("later rollout_steps: [600, 2] [900, 4]: 2 from 600 on, then 4", [], "training")
 
@@ -200,6 +206,7 @@ class Config(BaseModel):
     context_parallel: Ranks = key("train_mp: ranks that share the tokens of an image (cp)", 1, "layout")
     pipeline_parallel: Ranks = key("train_mp: ranks that share the blocks (pp)", 1, "layout")
     domain_parallel: Ranks | Text = key("train_shard: ranks of an image, bands (4) or tiles (2x2)", 1, "layout")
+    ensemble_parallel: Ranks = key("ranks that share the members of a sample (ens)", 1, "layout")
     parallel_order: Text = key("which dimension's neighbours are adjacent ranks", ORDER, "layout")
     tp_backend: Literal["native", "dtensor"] = key("train_mp: our layers, or parallelize_module", "native", "layout")
     sequence_parallel: bool = key("train_mp: norms and dropout of tp ranks on a slice of the tokens", False, "layout")
@@ -234,6 +241,11 @@ class Config(BaseModel):
         return self.state_channels + sum(count_forcings(self.forcings))
 
     @property
+    def noise_of_model(self) -> int:
+        """Numbers of the noise that the model takes beside an image; 0 where it takes none."""
+        return self.noise_features if self.ensemble_size > 1 else 0
+
+    @property
     def rollout_stages(self) -> tuple[tuple[int, int], ...]:
         """(first iteration, steps of the forecasts), in order, for every stage that num_iters reaches."""
         # A stage that begins after the last iteration is no stage of this run.
@@ -258,15 +270,16 @@ class Config(BaseModel):
         """
         sizes = self.tensor_parallel, self.context_parallel, self.pipeline_parallel
         domain = tile_counts(self.domain_parallel)
-        whole = Layout(world_size, *sizes, order=self.parallel_order, domain=domain)
+        ens = self.ensemble_parallel
+        whole = Layout(world_size, *sizes, order=self.parallel_order, domain=domain, ens=ens)
         if self.data_parallel != "hsdp":
             return whole
         # Of the ranks of a node, those with the same part of a model can share one copy of its parameters.
         ranks_inside = math.gcd(ranks_per_node or whole.dp, world_size)
-        ranks_of_model = math.prod((*sizes, *domain))
+        ranks_of_model = math.prod((*sizes, *domain, ens))
         dp_inside = max(1, ranks_inside // ranks_of_model)
         shard = self.dp_shard or math.gcd(dp_inside, whole.dp)
-        return Layout(world_size, *sizes, shard, self.parallel_order, domain)
+        return Layout(world_size, *sizes, shard, self.parallel_order, domain, ens)
 
 
 ALIASES = {"tensor_parallel": ["row_parallel_size"]}  # other names of an option

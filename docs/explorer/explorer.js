@@ -2,8 +2,8 @@
 "use strict";
 const COLOURS = ["#b6d4fe", "#fde49b", "#b9e8c4", "#f6c6dd", "#ffc9a0", "#d7c9f7", "#bfe9ee", "#e3dccb"];
 const KINDS = ["#74a9f5", "#f2c744", "#76c98a", "#e58bb5", "#ff9f5a", "#a78bda", "#9aa4ae"];
-const FIELDS = ["n", "tp", "cp", "pp", "domain", "dp", "strategy", "parts", "again", "memory", "needed", "ms", "messages"];
-const SPLIT = ["n", "tp", "cp", "pp", "domain"], WAYS = ["strategy", "parts", "again"], CHOICES = [...SPLIT, ...WAYS];
+const FIELDS = ["n", "tp", "cp", "pp", "domain", "ens", "dp", "strategy", "parts", "again", "memory", "needed", "ms", "messages"];
+const SPLIT = ["n", "tp", "cp", "pp", "domain", "ens"], WAYS = ["strategy", "parts", "again"], CHOICES = [...SPLIT, ...WAYS];
 const STATE = ["gpu", "model", "image", "batch", ...CHOICES]; // what the address of the page keeps
 const LISTED = 16; // partners of a rank that are named one by one
 const page = document.getElementById("explorer");
@@ -75,7 +75,7 @@ function set(row) {
     for (const name of CHOICES) form[name].value = row[name];
 }
 
-function coordinates(row, r) { // of a rank: neighbours differ in tp first, then cp, domain, dp, pp
+function coordinates(row, r) { // of a rank: neighbours differ in tp first, then cp, domain, ens, dp, pp
     const sizes = sizesOf(row), place = {};
     for (const [name, size] of Object.entries(sizes)) { place[name] = r % size; r = Math.floor(r / size); }
     return place;
@@ -83,7 +83,7 @@ function coordinates(row, r) { // of a rank: neighbours differ in tp first, then
 
 function sizesOf(row) {
     const domain = row.domain.split("x").reduce((a, b) => a * b, 1);
-    return { tp: row.tp, cp: row.cp, domain, dp: row.dp, pp: row.pp };
+    return { tp: row.tp, cp: row.cp, domain, ens: row.ens, dp: row.dp, pp: row.pp };
 }
 
 function partners(row, r, name) { // ranks that differ from r along one dimension only
@@ -210,6 +210,7 @@ function commandOf(row) {
     if (row.parts > 1) words.push(`--gradient_accumulation=${row.parts}`);
     if (row.again !== "none") words.push(`--activation_checkpointing=${row.again}`);
     if (domain > 1) words.push(`--domain_parallel=${row.domain}`);
+    if (row.ens > 1) words.push(`--ensemble_parallel=${row.ens}`);
     if (row.strategy !== "ddp") words.push(`--data_parallel=${row.strategy}`);
     const program = script ? `train_${script}.py` : "train.py";
     const start = row.n === 1 ? `python ${program}` : nodes === 1 ? `torchrun --nproc_per_node=${row.n} ${program}`

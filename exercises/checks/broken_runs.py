@@ -132,7 +132,7 @@ def errors(rank: Process, case: Case, file: Path, fault: Fault) -> dict[Key, flo
     with fault():
         found = in_dtype(rank, case, DTYPE, read_data=False).found
     of_one_device = torch.load(file, weights_only=True)["parts"]
-    found_errors, _ = errors_of(found, of_one_device)
+    found_errors, _ = errors_of(found, of_one_device, case.config)
     return found_errors
 
 

@@ -58,6 +58,7 @@ OPTIONS = {
     "cp": "context_parallel",
     "pp": "pipeline_parallel",
     "domain": "domain_parallel",
+    "ens": "ensemble_parallel",
 }
 
 

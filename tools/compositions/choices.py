@@ -18,7 +18,14 @@ from utils.schema import Config, keys_that_affect
 
 DP = "dp"  # a choice that is no key: how many ranks the other dimensions of the mesh leave
 DP_SIZES = (2, 4)
-MESH = (DP, "tensor_parallel", "context_parallel", "pipeline_parallel", "domain_parallel")
+MESH = (
+    DP,
+    "tensor_parallel",
+    "context_parallel",
+    "pipeline_parallel",
+    "domain_parallel",
+    "ensemble_parallel",
+)
 SMALL_NUMBER = 16  # up to here a whole number is doubled; a larger one becomes 2
 # What a type does not say: text, lists and mappings. A choice may bring along what it needs.
 EXAMPLES: dict[str, list[Any]] = {
@@ -32,7 +39,9 @@ EXAMPLES: dict[str, list[Any]] = {
     "muon_weights": [["*mlp*"]],
     "clip_grad_norm": [0.01],  # below the norms of a tiny run, or nothing is clipped
     "domain_parallel": [2, 3, "2x2", "1x2"],
-    "parallel_order": ["dp-pp-domain-cp-tp"],
+    "ensemble_size": [2, 4],
+    "ensemble_parallel": [2, 3],
+    "parallel_order": ["dp-pp-domain-cp-tp", "ens-dp-tp"],
 }
 # What some choices need beside them, by key and value.
 BROUGHT: dict[tuple[str, str], dict[str, Any]] = {
@@ -42,7 +51,12 @@ BROUGHT: dict[tuple[str, str], dict[str, Any]] = {
     ("model", "classifier"): {"task": "classify", "num_classes": 5},
     ("task", "classify"): {"model": "classifier", "num_classes": 5},
     ("muon_weights", "['*mlp*']"): {"optimizer": "Muon"},
+    ("loss", "crps"): {"ensemble_size": 2},
+    ("ensemble_size", "2"): {"loss": "crps"},
+    ("ensemble_size", "4"): {"loss": "crps"},
 }
+# Choices about layouts bring nothing along that changes numbers: they need another choice beside them, by its name.
+COMPANIONS = {"ensemble_parallel": "ensemble_size=4"}
 # Values with which each layout has numbers of its own, as the schema says of them. They run, and are held against the
 # plan; their losses are not compared.
 OWN_NUMBERS: dict[str, Any] = {"dropout": 0.0, "noddp": False, "sync_batchnorm": True}

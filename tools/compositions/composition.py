@@ -43,7 +43,7 @@ TINY = (
 )
 STRATEGY = "data_parallel"
 MICRO_BATCHES = "gradient_accumulation"
-SPLITS = ("tensor_parallel", "context_parallel", "pipeline_parallel")
+SPLITS = ("tensor_parallel", "context_parallel", "pipeline_parallel", "ensemble_parallel")
 
 
 class TooManyRanks(UsageError):

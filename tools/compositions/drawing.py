@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from tools.compositions.choices import MESH, Choice, keys_of_layouts
+from tools.compositions.choices import COMPANIONS, MESH, Choice, keys_of_layouts
 from tools.compositions.composition import Base, Composition, TooManyRanks
 from utils.errors import UsageError
 from utils.schema import keys_that_affect
@@ -106,6 +106,11 @@ class Draws:
         """The pair, or with one or two further choices that it needs; None where none of some tries helped."""
         if self._is_legal(pair):
             return pair
+        keys_of_pair = {choice.key for choice in pair}
+        names = [name for key, name in COMPANIONS.items() if key in keys_of_pair]
+        beside = [choice for choice in self.choices if choice.name in names and choice.key not in keys_of_pair]
+        if beside and self._is_legal([*pair, *beside]):
+            return [*pair, *beside]
         for count in range(TRIES):
             others = self.chance.sample(self.choices, 1 + count % 2)
             keys = {choice.key for choice in [*pair, *others]}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tools.instruments.pool import Process
 from tools.instruments.team import Case, use_mesh
-from tools.layout_check.recording import build_wide_step, drop_rounding, own_part, part_of_rank
+from tools.layout_check.recording import build_wide_step, drop_rounding, members_of, own_part, part_of_rank
 from tools.layout_check.saving import load_state, save_state
 from tools.planner.trace import observe_step
 from tools.planner.validate import counts
@@ -181,7 +181,7 @@ def validate(step: TrainingStep, x: Tensor, y: Tensor) -> float:
     if step.task.forecasts:
         x, y = x[:, : config.model_in_channels], y[:, : config.n_out_channels]
     with step.autocast(), step.best_weights():
-        prediction = parallel.predict(x, config.n_out_channels)
+        prediction = parallel.predict(*members_of(step, x))
         loss = step.task.loss(prediction, y, comm.get_group("image"))
     parallel.model.train()
     return (comm.all_reduce(loss.double()) / comm.world_size()).item()

@@ -49,6 +49,9 @@ def run_config(
     # Layout and regularisation of the training do not matter here: the defaults take their place.
     preset = {key: Config.model_fields[key].default for key in keys_that_affect("layout", "training")}
     preset["local_batch_size"] = 1
+    # A model that takes noise makes ensembles, of as many members as in training unless the words say otherwise.
+    if trained.ensemble_size > 1:
+        preset |= {"loss": trained.loss, "ensemble_size": trained.ensemble_size}
     words = [f"--yaml_config={file}", f"--config={name}", *words]
     config = load_config(words, world_size=world_size, splits=splits, preset=preset)
     for key in differing_keys(trained, config, "model"):

@@ -111,11 +111,18 @@ def forecast_dataset(
 ) -> xarray.Dataset:
     """One forecast as an xarray.Dataset whose NetCDF file follows the CF conventions.
 
-    start: datetime64. leads: (L,) hours. fields: (L, C, H, W), float32, in physical units. names, units: of the C
+    start: datetime64. leads: (L,) hours. fields: (L, C, H, W), float32, in physical units, or (L, M, C, H, W) of the
+    members of an ensemble, which have a dimension `number`, as in WeatherBench 2. names, units: of the C
     channels. attributes: of the file, besides Conventions.
     """
     # The dimension of start dates has one date here. Tools then join the files of several dates along it.
     coordinates = _coordinates(np.array([start], "datetime64[s]"), np.asarray(leads, np.int32), grid)
+    dims: tuple[str, ...] = DIMS
+    is_ensemble = fields.ndim == 5
+    if is_ensemble:
+        numbers = np.arange(fields.shape[1], dtype=np.int32)
+        coordinates["number"] = ("number", numbers, {"standard_name": "realization", "long_name": "ensemble member"})
+        dims = (*DATES, "number", *DIMS[-2:])
     variables = {}
     for c, (name, unit) in enumerate(zip(names, units, strict=True)):
         attrs = {"long_name": channel_of(name).long_name, "units": unit or "1"}
@@ -130,8 +137,8 @@ def forecast_dataset(
             level_name, level = scalar
             coordinates[level_name] = level
             auxiliary = f"time {level_name}"
-        field = fields[None, :, c]  # (1, L, H, W)
-        variables[name] = (DIMS, field, attrs, FULL | {"coordinates": auxiliary})
+        field = fields[None, ..., c, :, :]  # (1, L, H, W), or (1, L, M, H, W)
+        variables[name] = (dims, field, attrs, FULL | {"coordinates": auxiliary})
     return xarray.Dataset(variables, coordinates, {"Conventions": "CF-1.11", **attributes})
 
 

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from distributed.parallel_model import ParallelModel
 from tools.forecasting.dated_frames import DatedFrames
+from tools.forecasting.ensembles import LeadTimeEnsembles, Scores
 from tools.forecasting.output_files import forecast_dataset, write_netcdf
 from tools.forecasting.spectra import LeadTimeSpectra, Spectra
+from training.ensemble import FORECAST, draw_noise, own_members, repeat_members, whole_members
 from training.metrics import ForecastMetrics
 from training.results import FORECASTS
 from training.step import autocast
@@ -22,6 +24,7 @@ from utils.sample_order import Order
 from utils.schema import Config
 from weather.grid import HOUR, Grid
 
+HOURS_BEFORE_1970 = 10**9  # more than any date of data
 Example = tuple[np.ndarray, np.ndarray]
 Skill = dict[str, dict[str, dict[str, list[float]]]]  # {score: {forecast: {channel: value at each lead time}}}
 
@@ -36,10 +39,11 @@ class Result:
     units: list[str]
     grid: Grid
     skill: Skill  # of LeadTimeSkill.compute
+    ensembles: Scores  # of LeadTimeEnsembles.compute
     spectra: Spectra
     channel: str  # the channel of the pictures
     truth: np.ndarray  # (L, H, W) of this channel after the first start, in physical units; may be empty beyond rank 0
-    forecast: np.ndarray  # likewise
+    forecast: np.ndarray  # likewise; of an ensemble its members, (L, M, H, W)
 
 
 def roll_out(
@@ -63,7 +67,7 @@ def roll_out(
     rollout = _Rollout(parallel, frames, leads, config, channel)
     names, units, grid = rollout.names, rollout.units, rollout.grid
     # One of the ranks that hold the same forecast.
-    writes = comm.get_rank("image") == comm.get_rank("tp_pp") == 0
+    writes = comm.get_rank("image") == comm.get_rank("same_data") == 0
     example: Example | None = None
 
     # Every rank makes as many batches of the same size, since all ranks of a sharded model take part in each forward
@@ -80,15 +84,16 @@ def roll_out(
                 continue
             fields, truth = made
             if is_example and count:
-                example = truth, fields[0, :, rollout.shown]
+                example = truth, fields[0, ..., rollout.shown, :, :]
             if out:
                 for date, one in zip(dates, fields, strict=False):  # without the dates that repeat
                     forecast = forecast_dataset(date, leads, one, names, units, grid, attributes)
                     write_netcdf(out, forecast, layout)
     scores = rollout.skill.compute(names)  # a collective: after it, every rank has written its files
+    ensembles = rollout.ensembles.compute(names)
     spectra = rollout.spectra.compute()
     shown_truth, shown_forecast = example or (np.empty(0), np.empty(0))
-    return Result(starts, leads, names, units, grid, scores, spectra, channel, shown_truth, shown_forecast)
+    return Result(starts, leads, names, units, grid, scores, ensembles, spectra, channel, shown_truth, shown_forecast)
 
 
 class _Rollout:
@@ -111,6 +116,7 @@ class _Rollout:
         self.means = torch.from_numpy(means)
         self.stds = torch.from_numpy(stds)
         self.skill = LeadTimeSkill(len(leads), self.grid.latitude, statistics, frames.device)
+        self.ensembles = LeadTimeEnsembles(len(leads), self.grid.latitude, statistics, frames.device)
         self.spectra = LeadTimeSpectra(leads, self.grid, self.stds, frames.device)
 
     def forecast(
@@ -122,8 +128,8 @@ class _Rollout:
     ) -> Example | None:
         """Forecast from some dates, of which the first `count` are scored.
 
-        keeps: whether fields are wanted: forecasts (B, L, C, H, W), in physical units. shows: also the truth (L, H, W)
-        of the shown channel after the first date, which is empty without.
+        keeps: whether fields are wanted: forecasts (B, L, C, H, W), in physical units, and (B, L, M, C, H, W) of an
+        ensemble. shows: also the truth (L, H, W) of the shown channel after the first date, which is empty without.
         """
         frames = self.frames
         whole = self.parallel.whole_images
@@ -131,25 +137,45 @@ class _Rollout:
         latest = torch.cat([frame[:, : self.config.n_in_channels] for frame in read], 1)  # (B, frames * C, h, w)
         persistence = whole(read[0][:, : self.n_out])[:count]  # (b, C, H, W)
         steps = rollout_of(self.config, frames.device)
+        noise = self._noise(dates)
+        members = len(own_members(self.config))
+        latest = repeat_members(latest, members) if noise is not None else latest
         kept = []
         truths = []
         for step, lead in enumerate(self.leads):
-            x = frames.with_forcings(latest, dates + (lead - self.leads[0]) * HOUR)
-            (state,) = steps.steps(self.parallel.model, x, 1)
+            present = dates + (lead - self.leads[0]) * HOUR
+            x = frames.with_forcings(latest, np.repeat(present, members))
+            noise_of_step = None if noise is None else noise[:, step : step + 1]  # (B m, 1, K)
+            (state,) = steps.steps(self.parallel.model, x, 1, noise=noise_of_step)
             latest = steps.moved_on(latest, state)
-            forecast = whole(state)[:count]
+            ensemble = whole_members(whole(state), self.config)[:count]  # (b, M, C, H, W)
+            forecast = ensemble.mean(1)
             frame = frames.read(dates + lead * HOUR)
             truth = whole(frame[:, : self.n_out])[:count]
             self.skill.update(step, persistence, forecast, truth)
-            self.spectra.update(step, forecast, truth)
+            self.ensembles.update(step, persistence, ensemble, truth)
+            self.spectra.update(step, ensemble[:, 0], truth)  # of a member: the mean of several is blurred
             if keeps:
-                kept.append(self._physical(forecast))
+                wanted = forecast if noise is None else ensemble
+                kept.append(self._physical(wanted))
             if shows:
                 truths.append(self._physical(truth[:1])[:, self.shown])
         if not keeps:
             return None
         truth_of_shown = np.concatenate(truths) if shows else np.empty(0)  # (L, H, W)
         return np.stack(kept, 1), truth_of_shown
+
+    def _noise(self, dates: np.ndarray) -> Tensor | None:
+        """The noise of this rank's members of forecasts from some dates, (B m, L, K); None without an ensemble."""
+        config = self.config
+        if config.ensemble_size == 1:
+            return None
+        hours = dates.astype("datetime64[h]").astype(int)
+        # A stream has no name below zero, and dates before 1970 are.
+        moments = [(FORECAST, int(hour) + HOURS_BEFORE_1970) for hour in hours]
+        own = own_members(config)
+        noise = draw_noise(config.seed, moments, own, len(self.leads), config.noise_features)
+        return noise.flatten(0, 1).to(self.frames.device)
 
     def _physical(self, fields: Tensor) -> np.ndarray:
         return (fields.cpu() * self.stds + self.means).numpy()

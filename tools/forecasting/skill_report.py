@@ -6,11 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from tools.forecasting.ensembles import ensemble_table
 from tools.forecasting.output_files import SKILL, file_name
 from tools.forecasting.rollout import Result
 from tools.forecasting.spectra import spread
 from tools.pictures import save
 from tools.tables import format_table
+from training.ensemble_metrics import QUANTILES
+from training.ensemble_pictures import ensemble_figure
 from training.pictures import animate, lead_time_figure, skill_figure, spectra_figure
 from training.results import HEADLINE
 from utils.errors import UsageError
@@ -38,6 +41,8 @@ def write_report(
     pictures = _draw_pictures(result, out, headline, units)
 
     print(f"\n{skill_table(result, headline, units)}")
+    if is_ensemble(result):
+        print(f"\n{ensemble_table(result.ensembles, headline, units, result.leads)}")
     for run, skill in {"": record, **others}.items():
         hours = [f"{name} {useful_hours(skill['rmse'], name, result.leads)} h" for name in headline]
         of_run = f" ({run})" if run else ""
@@ -75,6 +80,8 @@ def _skill_record(
         "lead_hours": result.leads,
         "units": units,
         **result.skill,
+        **result.ensembles,
+        "brier_quantiles": QUANTILES,
         "spectra": {
             "lead_hours": spectra.leads,
             "ratio_up_to_km": spectra.short,  # short waves of every channel, of truth
@@ -91,6 +98,11 @@ def _draw_pictures(result: Result, out: Path, headline: Sequence[str], units: di
     unit = units[channel]
     pictures = ["skill.png", "spectra.png", f"{channel}.png", f"{channel}.webp"]
     skill_file, spectra_file, maps_file, animation_file = (out / name for name in pictures)
+    forecast = result.forecast  # (L, H, W)
+    if is_ensemble(result):
+        pictures.insert(0, "ensemble.png")
+        _draw_ensemble(result, out / "ensemble.png", unit)
+        forecast = forecast.mean(1)
 
     curves = skill_figure(result.skill, headline, units, result.leads)
     save(curves, skill_file, dpi=100)
@@ -105,14 +117,28 @@ def _draw_pictures(result: Result, out: Path, headline: Sequence[str], units: di
     leads = [result.leads[i] for i in shown]
     first = result.starts[0]
     title = f"{channel}, forecast from {show(first)}"
-    maps = lead_time_figure(result.truth[shown], result.forecast[shown], leads, result.grid, title, unit)
+    maps = lead_time_figure(result.truth[shown], forecast[shown], leads, result.grid, title, unit)
     save(maps, maps_file, dpi=80)
 
     def title_of(lead: int) -> str:
         return f"{title} + {lead} h = {show(first + lead * HOUR)}"
 
-    animate(animation_file, result.truth, result.forecast, result.leads, result.grid, title_of, unit)
+    animate(animation_file, result.truth, forecast, result.leads, result.grid, title_of, unit)
     return pictures
+
+
+def is_ensemble(result: Result) -> bool:
+    """Tell whether the model has made several members."""
+    return "spread" in result.ensembles
+
+
+def _draw_ensemble(result: Result, file: Path, unit: str) -> None:
+    """Draw the members of the shown channel after the first start, and the ranks of the truth over all starts."""
+    channel = result.channel
+    histogram = result.ensembles["rank_histogram"]["model"][channel][-1]
+    title = f"{channel}, {result.forecast.shape[1]} members from {show(result.starts[0])}"
+    figure = ensemble_figure(result.forecast, result.truth, histogram, result.leads, result.grid, title, unit)
+    save(figure, file, dpi=100)
 
 
 def _print_files(result: Result, out: Path, pictures: Sequence[str], files: bool) -> None:

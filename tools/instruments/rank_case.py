@@ -10,6 +10,7 @@ from tools.instruments.clock import timed
 from tools.instruments.pool import Process
 from tools.instruments.team import Case, use_mesh
 from training.assembly import build_step, random_batch
+from training.ensemble import one_member
 from utils import comm
 from utils.command_line import option_words
 from utils.config import SCRIPTS, load_config
@@ -82,11 +83,11 @@ class RankCase:
     def forecast(self, times: int) -> None:
         """Make so many forward passes without gradients, as an evaluation does, and wait for the last."""
         parallel, config = self.step.parallel, self.case.config
-        images = self.x[:, : config.model_in_channels]
+        images, *noise = one_member(config, self.x)
         parallel.model.eval()
         with torch.no_grad(), self.step.autocast():
             for _ in range(times):
-                parallel.predict(images, config.n_out_channels)
+                parallel.predict(images, config.n_out_channels, *noise)
         # The next turn may train.
         parallel.model.train()
         synchronize(self.device)

@@ -28,8 +28,8 @@ from utils import comm
 from utils.schema import Config
 from utils.yaml_files import read_mappings
 
-GROUPS = ("tp", "cp", "domain", "dp", "image", "grad_reduce")  # in which ranks may hold parts of one sum
-SIZES = ("dp", "tp", "cp", "domain", "pp", "grad_reduce")  # by which a number may be wrong
+GROUPS = ("tp", "cp", "domain", "ens", "dp", "image", "grad_reduce")  # in which ranks may hold parts of one sum
+SIZES = ("dp", "tp", "cp", "domain", "ens", "pp", "grad_reduce")  # by which a number may be wrong
 CAUSES = "tools/layout_check/causes.yaml"  # {stage: {some, all, ...: text}}
 LATER = "weights after a later step"
 RANDOM = "random numbers: each layout has other streams of them; without them (dropout 0) the rest can be compared"

@@ -143,7 +143,7 @@ def compare(
     tolerance = TOLERANCES[dtype]
     serial = torch.load(file, mmap=True, weights_only=True)  # one copy in memory for all ranks
     wholes: dict[Key, Tensor] = serial["parts"]
-    errors, wanted = errors_of(training.found, wholes, case.config.gradient_accumulation)
+    errors, wanted = errors_of(training.found, wholes, case.config)
     seen = comm.gather(errors)
 
     # A weight that one device lacks has nothing to be compared with.
@@ -244,14 +244,22 @@ def in_words(result: Result) -> str:
 
 
 def cases_of(words: Sequence[str], layouts: Sequence[str]) -> list[Case]:
-    """The case of one device, and one for each layout, such as 'tp2xdp2' or 'domain2x2,data_parallel=fsdp'."""
+    """The case of one device, and one for each layout, such as 'tp2xdp2' or 'domain2x2,data_parallel=fsdp'.
+
+    Where a layout shares out members, and the words ask for no ensemble, all of them train one.
+    """
     names_a_file = any(word.startswith("--yaml_config") for word in words)
     given = [] if names_a_file else ["--yaml_config=config/ViT.yaml"]
+    parsed = [parse_layout(text, (*OPTIONS, "dp")) for text in layouts]
     cases = [build_case("one device", "train.py", [*given, *words], 1)]
+    most = max([int(sizes["ens"]) for sizes, _ in parsed], default=1)
+    if most > 1 and cases[0].config.ensemble_size == 1:
+        # One member more than ranks, so that one rank has two.
+        given += ["--loss=crps", f"--ensemble_size={most + 1}"]
+        cases = [build_case("one device", "train.py", [*given, *words], 1)]
     # Every layout trains on the batch of one device, whatever its number of ranks.
     batch = [f"--global_batch_size={cases[0].config.global_batch_size}"]
-    for text in layouts:
-        sizes, ranks = parse_layout(text, ("tp", "cp", "pp", "domain", "dp"))
+    for text, (sizes, ranks) in zip(layouts, parsed, strict=True):
         splits = {option: sizes[dim] for dim, option in OPTIONS.items()}
         # The script follows from what is split, as a user would have to choose it.
         script = script_of(splits)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ from tools.layout_check.recording import (
     rounding_of,
 )
 from utils import comm
+from utils.layout import shard_sizes
 from utils.sample_order import own_positions
+from utils.schema import Config
 
 TOLERANCES = {"float64": 1e-8, "float32": 1e-3}  # relative to the largest number of a tensor
 Wholes = Mapping[Key, Tensor]
@@ -31,13 +33,14 @@ Wholes = Mapping[Key, Tensor]
 def errors_of(
     found: Record,
     wholes: Wholes,
-    micro_batches: int = 1,
+    config: Config,
 ) -> tuple[dict[Key, float], dict[Key, Tensor]]:
     """Of all that can be compared on this rank: its relative error, and what one device has in its place.
 
-    All ranks call it together. wholes: the tensors of one device. micro_batches: of a step, among which the samples of
-    a batch are dealt.
+    All ranks call it together. wholes: the tensors of one device. config: it says how the samples of a batch, and their
+    members, are dealt.
     """
+    dealt = Dealt(config.gradient_accumulation, config.ensemble_size)
     # Where a part begins follows from the sizes of all others: [(coordinates, {key: shape}) of each rank].
     shapes = comm.gather((coordinates(), {key: part.shape for key, part in found.items()}))
     # Of gradients the model's largest counts as well, see scale_of.
@@ -47,7 +50,7 @@ def errors_of(
     for key, part in found.items():
         expected = None
         if key in wholes:
-            expected = expected_part(key, part, wholes[key], shapes, micro_batches)
+            expected = expected_part(key, part, wholes[key], shapes, dealt)
         if expected is None:
             continue
         wanted[key] = expected.to(part.value.device)
@@ -55,7 +58,7 @@ def errors_of(
         # A weight may go anywhere where its gradient is rounding: Adam divides the gradient by its size.
         if key[0] in UPDATES and (GRADIENT, key[1]) in wholes:
             gradient = wholes[GRADIENT, key[1]].abs()
-            size = expected_part(key, part, gradient, shapes, micro_batches)
+            size = expected_part(key, part, gradient, shapes, dealt)
             assert size is not None
             apart = apart[is_trained(size, gradient, scales[GRADIENT]).to(apart.device)]
         errors[key] = relative(apart, scale_of(key, wholes[key], scales))
@@ -134,7 +137,27 @@ def relative(apart: Tensor, scale: float) -> float:
 
 def coordinates() -> dict[str, int]:
     """This rank's place in the dimensions that split tensors."""
-    return {name: comm.get_rank(name) for name in ("dp", "pp", "cp", "tp", "domain_lat", "domain_lon")}
+    return {name: comm.get_rank(name) for name in ("dp", "ens", "pp", "cp", "tp", "domain_lat", "domain_lon")}
+
+
+class Dealt(NamedTuple):
+    """How the samples of a batch are dealt to ranks: in micro-batches, and with so many members each."""
+
+    micro_batches: int
+    members: int
+
+    def own_rows(self, whole: Tensor, names: tuple[str, ...]) -> Tensor:
+        """This rank's samples of all, or its members of its samples. names: of the dimensions that share them."""
+        are_members = "ens" in names
+        each = self.members if are_members else 1
+        samples = whole.unflatten(0, (-1, each))  # (B, M, ...)
+        places = own_positions(len(samples), comm.get_rank("dp"), comm.get_size("dp"), self.micro_batches)
+        own = samples[places]
+        if are_members:
+            counts = shard_sizes(each, comm.get_size("ens"))
+            rank = comm.get_rank("ens")
+            own = own.narrow(1, sum(counts[:rank]), counts[rank])
+        return own.flatten(0, 1)
 
 
 def expected_part(
@@ -142,7 +165,7 @@ def expected_part(
     part: Part,
     whole: Tensor,
     shapes: list[Any],
-    micro_batches: int,
+    dealt: Dealt,
 ) -> Tensor | None:
     """The tensor that one device has in the place of a rank's part; None where that place is not known.
 
@@ -158,11 +181,8 @@ def expected_part(
             if start is None:
                 continue
             # Samples are dealt out by micro-batch, so a rank's samples are no range. All other parts are ranges.
-            if names == ("dp",):
-                own = own_positions(len(whole), comm.get_rank("dp"), comm.get_size("dp"), micro_batches)
-                whole = whole[own]
-            else:
-                whole = whole.narrow(dim, start, size)
+            are_samples = names[0] == "dp"
+            whole = dealt.own_rows(whole, names) if are_samples else whole.narrow(dim, start, size)
             break
     if whole.shape != part.shape:
         return None
@@ -201,7 +221,7 @@ def splits_of(
     if stage not in (BATCH, INPUT, FORWARD, EVALUATION):  # a weight
         return [("tp",)]
     if dim == 0:
-        return [("dp",)]
+        return [("dp",), ("dp", "ens")]
     if dims > 3:  # images, (B, C, H, W)
         return [("cp",), ("domain_lat",)] if dim == 2 else [("domain_lon",)]
     # Features lie on tp; tokens on cp, on tp (sequence parallelism), or on both.

@@ -19,6 +19,7 @@ from distributed.shard.tensor import ShardTensor, local
 from distributed.ties import keep_ties
 from tools.layout_check.saving import state_of, why_not_saved
 from training.assembly import build_step
+from training.ensemble import repeat_members, training_noise
 from training.model import build_model
 from training.step import TrainingStep
 from utils import comm
@@ -144,7 +145,7 @@ def record(
     model.eval()
     with torch.no_grad():
         images = x[:, : config.model_in_channels]  # without forcings, (B, C, h, w)
-        output = step.parallel.predict(images, config.n_out_channels)
+        output = step.parallel.predict(*members_of(step, images))
     found[EVALUATION, "output"] = part_of_rank(output)
 
     # Save the state and read it back.
@@ -256,6 +257,15 @@ def own_part(whole: Tensor, step: TrainingStep) -> Tensor:
 def of_parameter(step: TrainingStep, name: str, value: Tensor) -> Part:
     """The part of a parameter or its gradient."""
     return part_of_rank(value, step.parallel.split.specs.get(name))
+
+
+def members_of(step: TrainingStep, images: Tensor) -> tuple[Any, ...]:
+    """What `predict` takes for one step from images: of an ensemble this rank's members, with noise of their own."""
+    config = step.config
+    if config.ensemble_size == 1:
+        return images, config.n_out_channels
+    noise = training_noise(config, 0, 1, images)  # (B, m, 1, K)
+    return repeat_members(images, noise.shape[1]), config.n_out_channels, noise.flatten(0, 2)
 
 
 def weights(step: TrainingStep, stage: str) -> Record:

@@ -31,11 +31,13 @@ ONE_BLOCK = {
     "pipeline_parallel": 1,
     "pp_schedule": "1f1b",
     "gradient_accumulation": 1,
+    "ensemble_parallel": 1,
 }
 ONE_RANK_A_STAGE = {
     "tensor_parallel": 1,
     "context_parallel": 1,
     "domain_parallel": 1,
+    "ensemble_parallel": 1,
     "sequence_parallel": False,
     "cp_method": "gather",
     "domain_method": "gather",
@@ -76,11 +78,11 @@ def candidates(
         except UsageError as error:
             refused[str(error)] += 1
             continue
-        for cp, pp, domain in choice.splits(gpus // tp):
-            split = dict(zip(SPLITS, (tp, cp, pp, domain), strict=True))
-            ranks_of_an_image = tp * cp * pp * math.prod(tile_counts(domain))
+        for ens, cp, pp, domain in choice.splits_of_samples(gpus // tp):
+            split = dict(zip(SPLITS, (tp, cp, pp, domain), strict=True)) | {"ensemble_parallel": ens}
+            ranks_of_a_sample = tp * ens * cp * pp * math.prod(tile_counts(domain))
             # Sizes that were asked for may need more ranks than there are, which check_config refuses.
-            dp = max(1, gpus // ranks_of_an_image)
+            dp = max(1, gpus // ranks_of_a_sample)
             several_share_weights = gpus // (tp * pp) > 1
             strategies = list(choice.strategies(dp, several_share_weights))
             for way in choice.ways(dp, tp, cp, pp, domain):
@@ -135,6 +137,14 @@ class _Choices:
         most = WIDEST_TP * self.ranks_per_node
         sizes = [tp for tp in _divisors(self.gpus) if tp <= most]
         return self.values("tensor_parallel", sizes)
+
+    def splits_of_samples(self, ranks: int) -> Iterator[tuple[int, int, int, Any]]:
+        """Sizes of ens, cp, pp and domain, among so many ranks."""
+        members = self.config.ensemble_size
+        sizes = [ens for ens in _divisors(ranks) if ens <= members]
+        for ens in self.values("ensemble_parallel", sizes, members > 1):
+            for cp, pp, domain in self.splits(max(1, ranks // ens)):
+                yield ens, cp, pp, domain
 
     def splits(self, ranks: int) -> Iterator[tuple[int, int, Any]]:
         """Sizes of cp, pp and domain, among so many ranks."""

@@ -118,6 +118,7 @@ class Plan:
             "tp": layout.tp,
             "cp": layout.cp,
             "pp": layout.pp,
+            "ens": layout.ens,
             "domain": rows * columns if columns == 1 else f"{rows}x{columns}",
             "dp_shard": layout.shard,
             "local_batch_size": self.config.global_batch_size // layout.dp,
@@ -157,6 +158,9 @@ def plan_layout(
     # Operations, of the mean rank.
     flops = [operation.flops * calls for trace in traces for operation, calls in trace.operations.items()]
     flops_of_a_rank = sum(flops) / len(traces)
+    # The rank that is traced has the most members of a sample.
+    most_members = -(-config.ensemble_size // layout.ens)  # rounded up
+    flops_of_a_rank *= config.ensemble_size / (most_members * layout.ens)
 
     return Plan(
         config=config,

@@ -50,7 +50,7 @@ def layout_words(plan: Plan) -> str:
     layout = plan.layout
     # The words of each option, and whether it has an effect in this layout.
     words = [
-        (layout.describe("tp", "cp", "domain", "pp", "dp") or "one device", True),
+        (layout.describe("tp", "cp", "domain", "ens", "pp", "dp") or "one device", True),
         (config.data_parallel, layout.world_size > 1 and config.data_parallel != "ddp"),
         ("sequence parallel", config.sequence_parallel and layout.tp > 1),
         (config.cp_method, layout.cp > 1),

@@ -92,7 +92,7 @@ def best_layouts(request: Request, gpus: int, top: int) -> list[Plan]:
     # The best of each split of the model.
     kept: dict[tuple, Plan] = {}
     for plan in sorted(found, key=_order):
-        split = tuple(getattr(plan.config, name) for name in SPLITS)
+        split = tuple(getattr(plan.config, name) for name in (*SPLITS, "ensemble_parallel"))
         # Plans come best first, so the first one of a split stays.
         kept.setdefault(split, plan)
 

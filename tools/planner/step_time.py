@@ -34,7 +34,7 @@ BOUNDS = {
     "launch": "launches",
     "bubble": "bubble of the pipeline",
 }
-SAME_WEIGHTS = "dp", "cp", "domain", "image"  # groups whose ranks reduce gradients of the same weights
+SAME_WEIGHTS = "dp", "cp", "domain", "ens", "image", "sample"  # groups whose ranks reduce gradients of the same weights
 
 Table = defaultdict[tuple[str, str], float]  # {(phase, part): seconds}, 0 where there is none
 
@@ -399,7 +399,7 @@ def wrapped(
     if config.activation_checkpointing in ("full", "selective"):
         passes = config.gradient_accumulation * config.rollout_steps
         counted[config.activation_checkpointing] = blocks // config.checkpointing_interval * passes
-    if config.data_parallel in SHARDED and groups & {"cp", "domain", "image"}:
+    if config.data_parallel in SHARDED and groups & {"cp", "domain", "ens", "image", "sample"}:
         # Parameters travel in the groups of tokens: a gather forward, and a reduction and mostly a gather backward.
         calls_of_a_unit = 2 if config.data_parallel == "zero2" else 3
         counted["fsdp"] = max(counted["fsdp"], (blocks + 1) * calls_of_a_unit)

@@ -60,10 +60,15 @@ class Symbols:
         return self.config.gradient_accumulation
 
     @cached_property
+    def members(self) -> int:
+        """Members of a sample that this rank computes; 1 without an ensemble. The first rank has the most."""
+        return math.ceil(self.config.ensemble_size / self.layout.ens)
+
+    @cached_property
     def b(self) -> int:
-        """Samples of a micro-batch."""
+        """Samples of a micro-batch, each as often as the rank has members of it."""
         samples = self.config.global_batch_size // self.layout.dp
-        return samples // self.m
+        return samples // self.m * self.members
 
     @property
     def rollout(self) -> int:
@@ -191,7 +196,10 @@ class Symbols:
         embedding = (self.inputs + 1 + self.N) * self.D if self.is_first else 0
         # The last norm has 2 D, and the head has weights and a bias.
         head = 2 * self.D + (self.D + 1) * self.outputs if self.is_last else 0
-        return embedding + head
+        # The noise of a member goes through two layers.
+        noise = self.config.noise_of_model
+        of_noise = (noise + self.D + 2) * self.D if noise else 0
+        return embedding + of_noise + head
 
     @cached_property
     def parameters(self) -> float:
@@ -203,8 +211,8 @@ class Symbols:
     @cached_property
     def replicas(self) -> int:
         """Ranks that compute with the same weights."""
-        # Ranks that share an image have the same weights too.
-        return self.layout.dp * self.c
+        # Ranks that share an image, or the members of a sample, have the same weights too.
+        return self.layout.dp * self.layout.ens * self.c
 
     @cached_property
     def is_sharded(self) -> bool:
@@ -217,7 +225,7 @@ class Symbols:
         if not self.is_sharded:
             return 1
         # The strategy hsdp cuts over a part of the data-parallel ranks, the others over all.
-        return (self.layout.shard or self.layout.dp) * self.c
+        return (self.layout.shard or self.layout.dp) * self.layout.ens * self.c
 
     @cached_property
     def uses_ddp(self) -> bool:

@@ -15,6 +15,7 @@ from tools.instruments.counting import bytes_sent
 from tools.instruments.tracker import ATTENTION, Message, Operation
 from tools.planner.symbols import FULL, Symbols
 from tools.planner.trace import Trace
+from training.crps import MOST_IN_PAIRS
 from training.step import AMP_DTYPES
 from utils.comm import COMBINED
 from utils.errors import UsageError
@@ -50,7 +51,7 @@ def memory(s: Symbols) -> dict[str, float]:
     # ZeRO: Rajbhandari et al. 2020 (arXiv:1910.02054). Adam has two moments, Muon one.
     own = FULL * s.parameters / s.shards  # of parameters, and of gradients
     optimizer = FULL * (2 * s.updated - s.muon)
-    batch = s.m * (image_bytes(s) + s.rollout * state_bytes(s))
+    batch = s.m * (image_bytes(s) + s.rollout * state_bytes(s)) / s.members  # members share it
 
     kept = kept_activations(s)
     buffers = buffer_bytes(s)
@@ -91,6 +92,18 @@ def state_bytes(s: Symbols) -> int:
     return FULL * s.states
 
 
+def loss_bytes(s: Symbols) -> float:
+    """Bytes that the loss of a step keeps: the error of each number; of an ensemble also what keeps members apart."""
+    members = s.config.ensemble_size
+    if members == 1:
+        return state_bytes(s)
+    # The points of a sample are shared out; a rank scores its part of them for all members.
+    points = s.states / s.members / s.layout.ens
+    pairs = members * (members - 1) / 2
+    apart = pairs if members <= MOST_IN_PAIRS else 2 * members  # differences, or indices of eight bytes
+    return FULL * points * (members + apart)
+
+
 def block_activations(s: Symbols) -> float:
     """Bytes that a block keeps: Korthikanti et al. 2022 (arXiv:2205.05198); fused attention has nothing of N^2."""
     attention = 4  # queries, keys, values and the output
@@ -121,8 +134,11 @@ def kept_activations(s: Symbols) -> float:
 
     # The embedding keeps autocast's copy of its input, in two bytes a number.
     embedding = image_bytes(s) / 2 if s.is_first and s.is_mixed else 0
+    if s.config.ensemble_size > 1 and not s.is_mixed:
+        # The batch has each sample once, and the embedding sees it once for each member.
+        embedding = image_bytes(s)
     # The head keeps the input of the last norm, its output, and the error.
-    head = FULL * s.stream + s.w * s.layer + state_bytes(s) if s.is_last else 0
+    head = FULL * s.stream + s.w * s.layer + loss_bytes(s) if s.is_last else 0
     kept += embedding + head
 
     kept *= s.in_flight * s.rollout
@@ -368,6 +384,7 @@ def messages(s: Symbols) -> Messages:
     sent = Messages(s.layout)
     _add_tensor_parallel(s, sent)
     _add_exchange_of_tokens(s, sent)
+    _add_exchange_of_members(s, sent)
     _add_pipeline(s, sent)
     _add_gradients(s, sent)
     _add_orthogonalization(s, sent)
@@ -414,6 +431,16 @@ def _add_exchange_of_tokens(s: Symbols, sent: Messages) -> None:
         sent.add("backward", "all_to_all", group, leaves, 2 * (once + again))
 
 
+def _add_exchange_of_members(s: Symbols, sent: Messages) -> None:
+    """Each rank scores a part of the points for all members: its members go to the others, and gradients come back."""
+    ranks = s.layout.ens
+    width = s.w if s.rollout == 1 and s.config.predict == "state" else FULL  # a rollout goes on in float32
+    of_a_member = width * s.states / s.members * s.rollout / ranks  # at the points of one rank
+    others = s.config.ensemble_size - s.members
+    sent.add("forward", "all_to_all", "ens", of_a_member * s.members * (ranks - 1), s.m)
+    sent.add("backward", "all_to_all", "ens", of_a_member * others, s.m)
+
+
 def _add_pipeline(s: Symbols, sent: Messages) -> None:
     """The residual stream at each boundary of stages: the last stage has no next one, the first none before it."""
     sent.add("forward", "send", "pp", FULL * s.stream, s.m * (s.chunks - s.is_last))
@@ -422,7 +449,7 @@ def _add_pipeline(s: Symbols, sent: Messages) -> None:
 
 def _replica_group(s: Symbols) -> str:
     """Name of the group of all ranks with the same weights."""
-    return "grad_reduce" if s.c > 1 else "dp"
+    return "grad_reduce" if s.c * s.layout.ens > 1 else "dp"
 
 
 def _shard_group(s: Symbols) -> str:

@@ -26,6 +26,7 @@ from tools.instruments.tracker import Message, Operation, Tracker, phases_of
 from tools.planner.cuda_autocast import CudaAutocast
 from tools.planner.fake import Replica, fake_rank, pipeline_shapes, receive_buffers, values_are_zero
 from training.assembly import random_batch, split_as_configured
+from training.ensemble import one_member
 from training.model import build_model
 from training.optimizer import build_optimizer
 from training.speed_options import apply_speed_options
@@ -48,13 +49,17 @@ GROUPS = (
     "domain",
     "domain_lat",
     "domain_lon",
+    "ens",
     "dp",
     "dp_shard",
     "dp_replicate",
     "image",
+    "sample",
     "grad_reduce",
-    "dp_shard_image",
+    "dp_ens",
+    "dp_shard_sample",
     "tp_pp",
+    "same_data",
 )
 
 STATES = ("parameters", "gradients", "optimizer")  # what ZeRO shares out, and cpu_offload keeps in host memory
@@ -114,7 +119,7 @@ def _deep(config, layout, rank, device_type, inference):
 
     # What is traced in full.
     most = MOST
-    replicas = layout.dp * layout.cp * math.prod(layout.domain)
+    replicas = layout.dp * layout.cp * layout.ens * math.prod(layout.domain)
     if replicas > 1 and not config.noddp:
         # zero1 shares out whole parameters.
         most = {"ddp": MOST_OF_DDP, "zero1": units}.get(config.data_parallel, MOST)
@@ -307,17 +312,17 @@ def measured_inference(step: TrainingStep, x: Tensor) -> Trace:
     stages = parallel.pipeline.stages if parallel.pipeline else []
     weights = [*parallel.model.parameters(), *parallel.model.buffers()]
     received = receive_buffers(stages)
-    images = x[:, : config.model_in_channels]
-    tracker = Tracker([*weights, *received, images])
+    images, *noise = one_member(config, x)
+    tracker = Tracker([*weights, *received, images, *noise])
     tracker.label("parameters", weights)
-    tracker.label("batch", [images])
+    tracker.label("batch", [images, *noise])
     tracker.label("buffers", received)
     held = Counter({"parameters": tracker.nbytes(tracker.note(weights))})
 
     was_training = parallel.model.training
     parallel.model.eval()
     with tracker, torch.no_grad(), step.autocast():
-        parallel.predict(images, config.n_out_channels)
+        parallel.predict(images, config.n_out_channels, *noise)
     parallel.model.train(was_training)
     messages, groups = _named_messages(tracker)
     return Trace(tracker.memory(), held, tracker.operations, messages, groups)

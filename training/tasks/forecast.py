@@ -11,7 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distributed.collectives import as_group, sum_over_ranks
 from distributed.parallel_model import ParallelModel
+from training.crps import exchange_points, own_points, weighted_crps
+from training.ensemble import VALIDATION, draw_noise, members_of_ranks, own_members, repeat_members, whole_members
+from training.ensemble_metrics import EnsembleMetrics
 from training.losses import loss_weights, relative_l2, weighted_squared_error
 from training.metrics import ForecastMetrics
 from training.results import skill_table
@@ -131,14 +135,17 @@ class ForecastTask(Task):
         if self._train is not None:
             check_same_kind(record, self._train, where)
 
-    def predict(self, parallel: ParallelModel, x: Tensor, y: Tensor) -> Tensor:
-        """A forecast of as many steps as y has."""
+    def predict(self, parallel: ParallelModel, x: Tensor, y: Tensor, noise: Tensor | None = None) -> Tensor:
+        """A forecast of as many steps as y has; of an ensemble the rank's members, sample by sample: (B m, ...)."""
+        if noise is not None:
+            x = repeat_members(x, noise.shape[1])
+            noise = noise.flatten(0, 1)  # (B m, steps, K)
         # The target has the steps of the forecast, one after the other.
         steps = y.shape[1] // self.config.n_out_channels
         if steps == 1 and self.config.predict == "state":
-            return parallel.module(x)
+            return parallel.module(x) if noise is None else parallel.module(x, noise[:, 0])
         # DistributedDataParallel, around the model, makes ready for the backward pass: once, in the last step.
-        return self.rollout(x.device).forecast(parallel.model, x, steps, last=parallel.module)
+        return self.rollout(x.device).forecast(parallel.model, x, steps, parallel.module, noise)
 
     def rollout(self, device: torch.device) -> Rollout:
         """The object that turns the network's outputs into forecasts."""
@@ -152,6 +159,8 @@ class ForecastTask(Task):
 
     def loss(self, prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None) -> Tensor:
         """The loss that the config names, the mean over the steps of the forecast."""
+        if self.config.loss == "crps":
+            return self._crps(prediction, target).mean()
         # Every step of a forecast counts as a sample: (B, k n_out, h, w) -> (B k, n_out, h, w).
         n_out = self.config.n_out_channels
         prediction = prediction.unflatten(1, (-1, n_out)).flatten(0, 1)
@@ -168,18 +177,45 @@ class ForecastTask(Task):
         """The loss of each sample, (B,), of images (B, n_out, H, W); not whole: of this rank's part of them."""
         if self.config.loss == "relative_l2":
             return relative_l2(prediction, target, image_group)
+        return weighted_squared_error(prediction, target, self.weights(whole, target.device), image_group)
+
+    def weights(self, whole: bool, device: torch.device) -> Tensor:
+        """Weights of the channels and points of an image, (n_out, H, 1); not whole: of this rank's rows."""
         # The weights are made once, and kept on the device.
         if whole not in self._weights:
             weights = loss_weights(self.config, *self._described)  # (n_out, H, 1)
             if not whole:
                 rows = self.own_window()[0]
                 weights = weights[:, rows]  # (n_out, h, 1)
-            self._weights[whole] = weights.to(target.device)
-        return weighted_squared_error(prediction, target, self._weights[whole], image_group)
+            self._weights[whole] = weights.to(device)
+        return self._weights[whole]
+
+    def _crps(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """The score of each sample by the members of all ranks, (B,). prediction: this rank's, (B m, k n_out, h, w)."""
+        group = comm.get_group("ens")
+        members = prediction.unflatten(0, (len(target), -1)).flatten(2)  # (B, m, P), of this rank's part of images
+        members = exchange_points(members, members_of_ranks(self.config), group)  # (B, M, p)
+
+        # The steps of a forecast have the same weights, and the loss is their mean.
+        weights = self.weights(False, target.device)
+        steps = target.shape[1] // len(weights)
+        of_a_step = weights.expand(-1, -1, target.shape[-1]).flatten() / steps
+        of_points = own_points(of_a_step.repeat(steps), group)  # (p,)
+        truth = own_points(target.flatten(1), group)  # (B, p)
+        scores = weighted_crps(members, truth, of_points, self.config.crps_alpha)
+        return sum_over_ranks(scores, as_group(comm.get_group("sample")))
+
+    def member_losses(self, members: Tensor, target: Tensor) -> Tensor:
+        """The score of each sample, (B,), of whole ensembles (B, M, n_out, H, W) and whole images (B, n_out, H, W)."""
+        weights = self.weights(True, target.device).expand(-1, -1, target.shape[-1]).flatten()
+        return weighted_crps(members.flatten(2), target.flatten(1), weights, self.config.crps_alpha)
 
     def build_validator(self, loader: BatchLoader) -> Validator:
         """RMSE and ACC of each channel."""
-        return ForecastValidator(loader, self.rollout(loader.device), self.sample_losses)
+        rollout = self.rollout(loader.device)
+        if self.config.ensemble_size > 1:
+            return EnsembleValidator(loader, rollout, self.member_losses, self.config)
+        return ForecastValidator(loader, rollout, self.sample_losses)
 
     def random_batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Images of normal random numbers; forcings that stay are the same for all samples."""
@@ -300,6 +336,14 @@ class ForecastValidator(Validator):
         self.new_metrics = partial(ForecastMetrics, self.grid.latitude, self.stds, self.climatology)
         self.baselines: dict[str, dict[str, float]] = {}  # the same in every pass: scored in the first
 
+    def network(self, parallel: ParallelModel) -> Network:
+        """The model as a forecast calls it, with images and, in an ensemble, noise."""
+
+        def call(x: Tensor, *noise: Tensor) -> Tensor:
+            return parallel.predict(x, self.loader.n_out, *noise)
+
+        return call
+
     def describe(self, summary: dict[str, Any]) -> str:
         """RMSE of the headline channels beside persistence and climatology."""
         return skill_table(summary)
@@ -316,17 +360,18 @@ class ForecastValidator(Validator):
         losses = []
         example = None
         n_out = self.loader.n_out
-        network = partial(parallel.predict, out_channels=n_out)
-        for x, y, count in self.loader.valid():
+        network = self.network(parallel)
+        for batch, (x, y, count) in enumerate(self.loader.valid()):
             beat()
             # Persistence forecasts the state of now.
             state = parallel.whole_images(x[:, : self.loader.n_in])[:count]
-            forecasts = self._whole_steps(parallel, network, x, y, count)
+            forecasts = self.whole_steps(parallel, network, x, y, count, batch)
 
             # The loss of a sample is the mean over the steps of its forecast. Other scores are of the first step.
             step_losses = [self.sample_losses(prediction, target) for prediction, target in forecasts]
             losses.append(torch.stack(step_losses).mean(0))
             prediction, target = forecasts[0]
+            prediction = self.best_guess(prediction, target)
             metrics.update(prediction, target)
             if not self.baselines:
                 climatology.update(self.climatology.expand_as(target), target)
@@ -352,15 +397,23 @@ class ForecastValidator(Validator):
             **self.baselines,
         }
 
-    def _whole_steps(
+    def best_guess(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """The forecast whose RMSE and ACC are told, (B, n_out, H, W), of a result of whole_steps."""
+        return prediction
+
+    def whole_steps(
         self,
         parallel: ParallelModel,
         network: Network,
         x: Tensor,
         y: Tensor,
         count: int,
+        batch: int,
     ) -> list[tuple[Tensor, Tensor]]:
-        """(prediction, target) of each step of a forecast: whole images of the first `count` samples."""
+        """(prediction, target) of each step of a forecast: whole images of the first `count` samples.
+
+        batch: number of the batch, from 0.
+        """
         n_out = self.loader.n_out
         targets = y.split(n_out, 1)
         predictions = self.rollout.steps(network, x, len(targets))
@@ -387,3 +440,66 @@ class ForecastValidator(Validator):
                 truth = in_units(target, channel)
                 forecast = in_units(prediction, channel)
                 self.figures[name] = lead_time_figure(truth, forecast, (), self.grid, name, self.units[channel])
+
+
+class EnsembleValidator(ForecastValidator):
+    """Loss of the whole ensembles; of their first step the scores of members, and those of their mean as a forecast."""
+
+    def __init__(
+        self,
+        loader: BatchLoader,
+        rollout: Rollout,
+        member_losses: Callable[[Tensor, Tensor], Tensor],
+        config: Config,
+    ):
+        super().__init__(loader, rollout, member_losses)
+        self.config = config
+        self.ensembles = self._new_ensembles()
+
+    def _new_ensembles(self) -> EnsembleMetrics:
+        return EnsembleMetrics(self.grid.latitude, self.stds, self.climatology)
+
+    def score(
+        self,
+        parallel: ParallelModel,
+        beat: Callable[[], None],
+    ) -> dict[str, Any]:
+        """As of one forecast, and {"crps", "spread", "spread_skill": by channel} of the ensembles."""
+        self.ensembles = self._new_ensembles()
+        scores = super().score(parallel, beat)
+        of_ensembles = self.ensembles.compute()
+        for name in ("crps", "spread", "spread_skill"):
+            scores[name] = self._by_channel(getattr(of_ensembles, name))
+        return scores
+
+    def best_guess(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """The mean of the members, which are scored. prediction: (B, M, n_out, H, W)."""
+        self.ensembles.update(prediction, target)
+        return prediction.mean(1)
+
+    def whole_steps(
+        self,
+        parallel: ParallelModel,
+        network: Network,
+        x: Tensor,
+        y: Tensor,
+        count: int,
+        batch: int,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """(members, target) of each step: whole ensembles (B, M, n_out, H, W) and images of the first `count` samples.
+
+        A sample has the same noise in every validation.
+        """
+        targets = y.split(self.loader.n_out, 1)
+        samples = self.loader.order().samples(batch)
+        moments = [(VALIDATION, sample) for sample in samples]
+        own = own_members(self.config)
+        drawn = draw_noise(self.config.seed, moments, own, len(targets), self.config.noise_features)
+        noise = drawn.to(x.device, x.dtype).flatten(0, 1)  # (B m, steps, K)
+        states = self.rollout.steps(network, repeat_members(x, len(own)), len(targets), noise=noise)
+        pairs = []
+        for state, target in zip(states, targets, strict=True):
+            members = whole_members(parallel.whole_images(state), self.config)  # (B, M, n_out, H, W)
+            whole_target = parallel.whole_images(target)
+            pairs.append((members[:count], whole_target[:count]))
+        return pairs

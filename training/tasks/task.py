@@ -32,6 +32,7 @@ FORECAST_KEYS = (
     "loss",
     "channel_weights",
     "pressure_weights",
+    "ensemble_size",
 )
 
 
@@ -87,8 +88,11 @@ class Task(ABC):
         """The shape of what a model gives for so many whole samples; by default images of the channels to forecast."""
         return samples, self.config.n_out_channels, *self.config.img_size
 
-    def predict(self, parallel: ParallelModel, x: Tensor, y: Tensor) -> Tensor:
-        """The prediction that is compared with y, in training. x: a batch of inputs; y: only its shape matters."""
+    def predict(self, parallel: ParallelModel, x: Tensor, y: Tensor, noise: Tensor | None = None) -> Tensor:
+        """The prediction that is compared with y, in training. x: a batch of inputs; y: only its shape matters.
+
+        noise: of the members of an ensemble that this rank has, see training/ensemble.py; None without an ensemble.
+        """
         return parallel.module(x)
 
     def loaders(self, device: torch.device) -> list[BatchLoader]:

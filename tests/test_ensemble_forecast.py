@@ -1,0 +1,115 @@
+"""forecast.py with an ensemble: the same members in every layout, their files, scores and pictures."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import xarray
+
+import forecast
+import train
+from tests.conftest import words_of
+from tests.support.launch import outcome
+from tests.support.refusals import refusal
+from tools.forecasting.ensembles import LeadTimeEnsembles
+from training.ensemble_metrics import QUANTILES
+from training.metrics import latitude_weights
+
+MEMBERS = 3
+WORDS = ["--lead_hours=18", "--starts=2"]
+
+
+@pytest.fixture(scope="module")
+def run(tiny_settings, tmp_path_factory):
+    """The folder of a tiny trained ensemble."""
+    own = {"expdir": tmp_path_factory.mktemp("logs"), "num_iters": 6, "warmup": 2, "lr": 3e-3, "loss": "crps"}
+    settings = tiny_settings | {"yaml_config": "config/ViT.yaml", "ensemble_size": MEMBERS} | own
+    train.main(words_of(settings))
+    return settings["expdir"] / "quick/00"
+
+
+def results_in(out):
+    files = sorted(out.glob("forecast-*.nc"))
+    return json.loads((out / "skill.json").read_text()), [xarray.load_dataset(file) for file in files]
+
+
+def forecast_of(run, out, *words):
+    forecast.main([f"--run_folder={run}", f"--out={out}", "--device=cpu", *WORDS, *words])
+
+
+@pytest.fixture(scope="module")
+def serial(run, tmp_path_factory):
+    """Skill and files of the run's forecast on one device, and their folder."""
+    out = tmp_path_factory.mktemp("serial")
+    forecast_of(run, out)
+    return *results_in(out), out
+
+
+def test_the_summary_of_a_run_has_the_scores_of_its_ensemble(run):
+    summary = json.loads((run / "summary.json").read_text())
+    for score in ("crps", "spread", "spread_skill"):
+        assert set(summary[score]) == set(summary["rmse"]) and min(summary[score].values()) > 0
+
+
+def test_members_have_a_dimension_and_are_the_scored_ones(serial, sample_folder):
+    skill, files, _ = serial
+    assert files[0]["z500"].dims == ("forecast_reference_time", "lead_time", "number", "latitude", "longitude")
+    assert files[0]["number"].attrs["standard_name"] == "realization" and files[0].sizes["number"] == MEMBERS
+    assert skill["brier_quantiles"] == list(QUANTILES)
+    for channel in ("z500", "t2m"):
+        members = np.stack([file[channel].values[0] for file in files])  # (starts, L, M, H, W)
+        assert (members.std(2) > 0).any()
+        weights = latitude_weights(files[0]["latitude"].values)[:, None]
+        variance = (members.var(2, ddof=1) * weights).mean((0, 2, 3)) / weights.mean()
+        np.testing.assert_allclose(skill["spread"]["model"][channel], np.sqrt(variance), rtol=1e-3)
+        assert np.shape(skill["rank_histogram"]["model"][channel]) == (3, MEMBERS + 1)
+        np.testing.assert_allclose(np.sum(skill["rank_histogram"]["model"][channel], 1), 1, rtol=1e-5)
+        assert np.shape(skill["brier"]["climatology"][channel]) == (3, len(QUANTILES))
+
+
+def test_pictures_and_table_show_the_ensemble(serial, run, tmp_path, capsys):
+    *_, out = serial
+    assert (out / "ensemble.png").stat().st_size > 10_000
+    forecast_of(run, tmp_path, "--skill_only")
+    shown = capsys.readouterr().out
+    for words in ("CRPS persistence", "spread / skill", "Brier, over quantile 0.9", "ensemble.png"):
+        assert words in shown
+
+
+@pytest.mark.parametrize("layout", ["--ensemble_parallel=2", "--ensemble_parallel=3", "--domain_parallel=1x2"])
+def test_any_layout_has_the_same_members(ranks, run, serial, tmp_path, layout):
+    size = 3 if layout.endswith("3") else 2
+    words = [f"--run={run}", f"--out={tmp_path}", *WORDS, layout]
+    assert ranks(size, outcome, "forecast", words) == [(None, "")] * size
+    skill, files = results_in(tmp_path)
+    for name, file in zip(files, serial[1], strict=True):
+        xarray.testing.assert_allclose(name, file, rtol=1e-4, atol=1e-2)
+    for score in ("rmse", "crps", "spread", "spread_skill"):
+        for channel, values in serial[0][score]["model"].items():
+            np.testing.assert_allclose(skill[score]["model"][channel], values, rtol=1e-4)
+
+
+def test_more_members_than_in_training_begin_with_the_same(run, serial, tmp_path):
+    forecast_of(run, tmp_path, "--ensemble_size=5", "--layout=weatherbench2")
+    _, files = results_in(tmp_path)
+    more = files[0]["2m_temperature"]
+    assert more.sizes["number"] == 5
+    first = serial[1][0]["t2m"].values
+    np.testing.assert_allclose(more.sel(number=[0, 1, 2]).values, first, rtol=1e-5)
+
+
+def test_an_ensemble_of_one_is_refused(run, tmp_path):
+    with refusal("loss crps scores the members of an ensemble: give an ensemble_size of 2 or more"):
+        forecast_of(run, tmp_path, "--ensemble_size=1")
+
+
+def test_a_single_forecast_is_scored_by_its_absolute_error():
+    climatology = np.zeros((1, 4, 8), np.float32)
+    statistics = [np.zeros((1, 1, 1), np.float32), np.full((1, 1, 1), 2, np.float32), climatology]
+    scores = LeadTimeEnsembles(1, np.array([60.0, 20, -20, -60]), statistics, torch.device("cpu"))
+    truth = torch.ones(1, 1, 4, 8)
+    scores.update(0, truth * 3, truth[:, None] * 2, truth)
+    found = scores.compute(["t2m"])
+    assert found["crps"] == {"model": {"t2m": [2]}, "persistence": {"t2m": [4]}, "climatology": {"t2m": [2]}}
+    assert "spread" not in found

@@ -1,0 +1,130 @@
+"""Scores of an ensemble, weighted by latitude, of each channel: is it near the truth, and is it as wide as it is wrong?
+
+Of M members x_i and the truth y:
+
+- CRPS, fair (training/crps.py); of one forecast it is the mean absolute error.
+- RMSE of the ensemble mean, and spread, the root of the mean variance of the members.
+- Spread/skill: sqrt((M + 1) / M) spread / RMSE, 1 where members and truth are drawn alike (Fortin et al. 2014,
+  doi:10.1175/JHM-D-14-0008.1). Less: the members are too sure.
+- Rank histogram: how often the truth is below all members, between the first and the second, ... It is flat where the
+  truth may be any of them (Hamill 2001, doi:10.1175/1520-0493(2001)129<0550:IORHFV>2.0.CO;2).
+- Brier score of an event, the channel above a threshold: the square of probability less outcome, fair to M (Ferro 2014,
+  doi:10.1002/qj.2270). Thresholds are quantiles of the climatology's map.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from training.crps import crps_of_points
+from training.metrics import latitude_weights
+from utils import comm
+
+QUANTILES = (0.1, 0.5, 0.9)  # of the climatology, which events exceed
+
+
+class EnsembleScores(NamedTuple):
+    """Scores of C channels, in float64 on the CPU.
+
+    crps, rmse (of the mean), spread: (C,), in physical units. spread_skill: (C,). rank_histogram: (C, M + 1), adds up
+    to 1. brier: (C, quantiles).
+    """
+
+    crps: Tensor
+    rmse: Tensor
+    spread: Tensor
+    spread_skill: Tensor
+    rank_histogram: Tensor
+    brier: Tensor
+
+
+class EnsembleMetrics:
+    """Collects the scores of normalised ensembles, sample by sample, on the device; `compute` gives their means.
+
+    latitude: (H,) degrees. stds: (C, 1, 1), to give scores in physical units. climatology: (C, H, W), normalised, on
+    the device of the forecasts.
+    """
+
+    def __init__(self, latitude: np.ndarray, stds: Tensor, climatology: Tensor):
+        weights = torch.from_numpy(latitude_weights(latitude)).to(torch.float32)
+        points = len(weights) * climatology.shape[-1]
+        # The weights of all points add up to 1.
+        self.weights = (weights / points)[:, None].to(climatology.device)  # (H, 1)
+        self.stds = stds.flatten().double().cpu()  # (C,)
+        self.thresholds = quantiles_of_maps(climatology)  # (C, quantiles)
+        self.means: dict[str, list[Tensor]] = {"crps": [], "square": [], "variance": [], "ranks": [], "brier": []}
+        self.members = 1
+
+    @torch.no_grad()
+    def update(self, members: Tensor, target: Tensor) -> None:
+        """Add a batch. members: (B, M, C, H, W), target: (B, C, H, W), normalised."""
+        members = members.float()
+        target = target.float()
+        self.members = members.shape[1]
+        crps = crps_of_points(members.flatten(2), target.flatten(1), alpha=1).view_as(target)
+        self.means["crps"].append(self._mean(crps))  # (B, C)
+        error = members.mean(1) - target
+        self.means["square"].append(self._mean(error.square()))
+        variance = members.var(1) if self.members > 1 else torch.zeros_like(target)
+        self.means["variance"].append(self._mean(variance))
+        self.means["ranks"].append(self._ranks(members, target))
+        self.means["brier"].append(self._brier(members, target))
+
+    def compute(self) -> EnsembleScores:
+        """The means over all samples of all ranks, which call this together."""
+        means = {}
+        for name, values in self.means.items():
+            means[name] = comm.global_mean(torch.cat(values)).cpu()
+        rmse = means["square"].sqrt()
+        spread = means["variance"].sqrt()
+        widened = spread * ((self.members + 1) / self.members) ** 0.5
+        return EnsembleScores(
+            crps=means["crps"] * self.stds,
+            rmse=rmse * self.stds,
+            spread=spread * self.stds,
+            spread_skill=widened / rmse,
+            rank_histogram=means["ranks"],
+            brier=means["brier"],
+        )
+
+    def _mean(self, values: Tensor) -> Tensor:
+        """Mean over the points, by area: (B, C, H, W) -> (B, C)."""
+        return (values * self.weights).sum((-2, -1))
+
+    def _ranks(self, members: Tensor, target: Tensor) -> Tensor:
+        """The share of the area with each rank of the truth among the members, (B, C, M + 1).
+
+        Where members equal the truth, it has each of the ranks that it may have, in equal parts.
+        """
+        below = (members < target[:, None]).sum(1)  # (B, C, H, W)
+        equal = (members == target[:, None]).sum(1)
+        part = 1 / (equal + 1)
+        shares = []
+        for rank in range(self.members + 1):
+            is_possible = (below <= rank) & (rank <= below + equal)
+            shares.append(self._mean(is_possible * part))
+        return torch.stack(shares, -1)
+
+    def _brier(self, members: Tensor, target: Tensor) -> Tensor:
+        """The score of each event, (B, C, quantiles)."""
+        count = self.members
+        scores = []
+        for threshold in self.thresholds.unbind(1):
+            limit = threshold[:, None, None]  # (C, 1, 1)
+            hits = (members >= limit).sum(1).float()  # members with the event
+            happened = (target >= limit).float()
+            score = (hits / count - happened).square()
+            if count > 1:
+                # A share of few members is apart from the probability by chance alone.
+                score = score - hits * (count - hits) / (count**2 * (count - 1))
+            scores.append(self._mean(score))
+        return torch.stack(scores, -1)
+
+
+def quantiles_of_maps(climatology: Tensor) -> Tensor:
+    """The QUANTILES of each channel over the points of its map: (C, H, W) -> (C, quantiles)."""
+    maps = climatology.flatten(1).double().cpu().numpy()
+    quantiles = np.quantile(maps, QUANTILES, axis=1).T  # (C, quantiles)
+    return torch.from_numpy(quantiles).to(climatology.device, torch.float32)
