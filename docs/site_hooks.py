@@ -53,6 +53,7 @@ MOVING = (
     "ring_attention",
     "pipeline",
     "halo",
+    "crps",
 )
 DRAWING = re.compile(r"^!\[([^\]]+)\]\(((?:[\w./]*/)?images/drawings/(\w+)\.svg)\)$", re.M)
 FORMULA = re.compile(r"^\$\$\n(.+)\n\$\$$", re.M)

@@ -16,6 +16,7 @@ from tests.support.browser import MISPLACED, open_chromium
 from tools.instruments.counting import bytes_sent
 from tools.planner.symbols import Symbols
 from tools.planner.textbook import buffer_bytes, messages
+from training.crps import crps_of_points
 from utils.config import SCRIPTS, load_config
 
 ROOT = Path(__file__).parents[1]
@@ -288,6 +289,17 @@ def test_split_products_attention_and_halos_are_those_of_one_device(page):
     ranks = formula(page, "halo", bands, grads)
     assert [*chain(*(rank["outputs"] for rank in ranks))] == out.tolist()
     assert [*chain(*(rank["grad"] for rank in ranks))] == rows.grad.tolist()
+
+
+@pytest.mark.slow("a browser takes seconds to start")
+def test_the_score_of_the_page_is_that_of_training(page):
+    draw = random.Random(5)
+    for count in (2, 3, 6):
+        members = [draw.uniform(-3, 3) for _ in range(count)]
+        truth = draw.uniform(-3, 3)
+        given = torch.tensor(members, dtype=torch.double)[None, :, None]
+        wanted = crps_of_points(given, torch.tensor([[truth]], dtype=torch.double), 1).item()
+        assert formula(page, "crps", members, truth)["crps"] == pytest.approx(wanted)
 
 
 def test_traces_of_the_page_are_those_that_are_stored():

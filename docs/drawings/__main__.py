@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.drawings import data_parallel, domain_parallel, first_lessons, model_parallel, one_device
+from docs.drawings import data_parallel, domain_parallel, ensembles, first_lessons, model_parallel, one_device
 from docs.drawings.canvas import Drawing
 
 FOLDER = Path(__file__).parents[1] / "images" / "drawings"  # the pages show its files
@@ -27,6 +27,7 @@ DRAWINGS: tuple[Callable[[], Drawing], ...] = (
     model_parallel.pipeline,
     domain_parallel.halo,
     domain_parallel.tiles,
+    ensembles.crps,
 )
 
 

@@ -33,6 +33,15 @@ const FORMULAS = {
         return all.filter((i) => Math.floor(i / n) === to);
     },
 
+    // The fair CRPS of members and its terms: errors, differences of pairs, their shares of the score.
+    crps(members, truth) {
+        const count = members.length, errors = members.map((value) => Math.abs(value - truth));
+        const pairs = members.flatMap((value, i) => members.slice(i + 1).map((other) => Math.abs(value - other)));
+        const sum = (numbers) => numbers.reduce((total, value) => total + value, 0);
+        const error = sum(errors) / count, spread = sum(pairs) / (count * (count - 1));
+        return { errors, pairs, error, spread, crps: error - spread };
+    },
+
     // Ring all-reduce after so many of its 2 (n - 1) steps: chunks of each rank, and what each one sent last.
     ring(before, steps) {
         const n = before.length, mod = (i) => ((i % n) + n) % n;
