@@ -9,7 +9,7 @@ TRUTH = 3
 def crps() -> Drawing:
     """The two terms of a CRPS: errors of three members, and the differences of their pairs."""
     d = Drawing(800, 270, "A CRPS by hand: the errors of three members, and how far apart the members are")
-    left, scale = 150, 120  # points of the number 0, and of one unit
+    left, scale = 110, 100  # points of the number 0, and of one unit
 
     def x(value: float) -> float:
         return left + value * scale
@@ -24,12 +24,12 @@ def crps() -> Drawing:
     d.box(x(TRUTH) - 26, 36, 52, 22, "truth", "talk", 12)
 
     # Each line is as long as the distance that it stands for.
-    d.words(140, 122, "errors", "end")
+    d.words(100, 122, "errors", "end")
     for number, value in enumerate(MEMBERS):
         y = 110 + 12 * number
         d.line((x(value), y), (x(TRUTH), y))
     d.words(x(4.2), 122, "2 + 1 + 1, in the mean 4/3")
-    d.words(140, 178, "pairs", "end")
+    d.words(100, 178, "pairs", "end")
     for number, (first, second) in enumerate(((1, 2), (1, 4), (2, 4))):
         y = 166 + 12 * number
         d.line((x(first), y), (x(second), y))
