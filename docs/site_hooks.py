@@ -17,7 +17,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.mathtext import math_to_image
 from mkdocs.structure.files import File, Files
 
-from docs import explorer_data, traces
+from docs import explorer_data, glossary, traces
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {
@@ -97,6 +97,14 @@ def on_page_markdown(markdown: str, page: Any, **_given: Any) -> str:
     # The two sections of a chapter on running it become tabs of one.
     tabs = r"^## (Run it here)\n(.*?)^## (Run it on Slurm)\n(.*?)(?=^## |\Z)"
     return re.sub(tabs, _tabs, markdown, flags=re.S | re.M)
+
+
+def on_page_content(content: str, page: Any, **_given: Any) -> str:
+    """Explain the first use of each term of the glossary, on pages that people read."""
+    source = page.file.src_uri
+    if source == "glossary.md" or source.startswith("code/"):
+        return content
+    return glossary.explain(content)
 
 
 def on_post_build(config: Any, **_given: Any) -> None:

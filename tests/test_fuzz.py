@@ -18,7 +18,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("fuzz")
 
 
-@settings(max_examples=250, **LONG)
+@settings(max_examples=100, **LONG)  # `make fuzz` goes on for as long as one likes
 @given(chance=ANY)
 def test_readers_take_or_refuse_what_they_find(folder, chance):
     fuzz.fuzz_readers(chance, folder)

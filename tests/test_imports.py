@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.support.marks import slow_but
 from tests.support.programs import launch_variables
 from tests.support.workers import free_port
 from utils.yaml_files import ROOT
@@ -37,7 +38,7 @@ def output_of(program, *words, **variables):
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", slow_but(["train", "forecast"], PROGRAMS, "every program", nightly=True))
 def test_an_import_leaves_the_process_as_it_was(name):
     """Only a ShardTensor replaces functions of torch; rungs 1 to 3 and the other programs make none."""
     program = f"{STATE}\nimport json\nbefore = state()\nimport {name}\nprint(json.dumps([before, state()]))"

@@ -62,5 +62,7 @@ def test_means_of_all_code_are_held():
     assert len(list(plain_code.problems_of_means(dense))) == 3
 
 
+@pytest.mark.nightly
+@pytest.mark.slow("`make lint` says the same in its own words")
 def test_the_tree_is_plain(capsys):
     assert plain_code.main() == 0, capsys.readouterr().out

@@ -43,7 +43,7 @@ def test_a_refusal_says_what_the_script_says():
     assert refused["tensor parallel: 4 heads cannot be split over 8 ranks"] > 0
 
 
-@pytest.mark.parametrize("gpus", slow_but([1, 6], [1, 4, 6], "all commands of a whole node"))
+@pytest.mark.parametrize("gpus", slow_but([1], [1, 4, 6], "all commands of a whole node", nightly=True))
 def test_the_scripts_take_every_command(gpus):
     found, _ = candidates(load_config(SMALL), gpus, 4)
     assert len(found) == len({command(config, layout, SMALL) for config, layout in found})

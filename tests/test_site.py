@@ -20,6 +20,8 @@ from docs.site_hooks import MOVING
 from tests.support.browser import MISPLACED, open_chromium
 from utils.config import SCRIPTS, load_config
 
+pytestmark = pytest.mark.timeout(900)  # the first test builds the site, and counts the layouts of its page
+
 ROOT = Path(__file__).parents[1]
 LESSONS = ["one_device", "data_parallel", "model_parallel", "domain_parallel"]
 HEADINGS = ["The idea", "The code", "Run it here", "Run it on Slurm", "What you should see", "What goes wrong"]
@@ -100,6 +102,8 @@ def test_the_site_holds_every_page_and_needs_nothing_from_elsewhere(site):
     assert lesson.count('<svg role="img"') == 3 and "$$" not in lesson  # formulas
     assert "Run it on Slurm</label>" in lesson  # a tab
     assert 'href="code/distributed/data_parallel.py.html"' in lesson
+    assert len(re.findall(r'<abbr title="[^"]+" tabindex="?0"?>all-reduce', lesson)) == 1
+    assert "<abbr" not in (site / "glossary.html").read_text()
     home = (site / "index.html").read_text()
     assert (
         home.index("Train one model") < home.index(".webp") < home.index('href="explorer.html">Try') < home.index("<h2")
