@@ -124,7 +124,7 @@ def domain_parallel(
     domain = Domain(mesh, img_size, patch_size)
     forward = refusing_compiled_functions(model.forward)
 
-    def forward_part(x, *others):  # which are the same on all ranks of the image: the noise of a member
+    def forward_part(x, *others):  # the noise of a member: alike on all ranks of the image
         y = sum_partial(forward(wrap(x, domain.spec(x.shape[0], x.shape[1])), *others))
         if y.spec.shape[2:] == domain.image.shape:  # as the target is cut, whatever the model has made of the cuts
             y = to_spec(y, domain.spec(y.shape[0], y.shape[1]))

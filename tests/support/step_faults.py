@@ -93,8 +93,9 @@ def an_ignored_scale():
 def swapped_micro_batches():
     real = ParallelModel.micro_batches
 
-    def micro_batches(parallel, x, y, count):
-        return real(parallel, x.roll(len(x) // 2, 0), y.roll(len(y) // 2, 0), count)
+    def micro_batches(parallel, count, *batch):
+        others = [each.roll(len(each) // 2, 0) for each in batch]
+        return real(parallel, count, *others)
 
     with mock.patch.object(ParallelModel, "micro_batches", micro_batches):
         yield
@@ -104,8 +105,8 @@ def swapped_micro_batches():
 def gradients_of_the_last_micro_batch():
     real = ParallelModel.micro_batches
 
-    def micro_batches(parallel, x, y, count):
-        for part in real(parallel, x, y, count):
+    def micro_batches(parallel, count, *batch):
+        for part in real(parallel, count, *batch):
             for parameter in parallel.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.zero_()
