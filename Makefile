@@ -1,4 +1,5 @@
 # make demo   set up, make sample data, train a small model, forecast with it
+# make demo-ensemble   the demo's sibling: train members that differ by noise with a CRPS, and forecast with eight
 # make test   set up, run the tests without the slow ones; FILES=tests/test_vit.py or PYTEST_ARGS="-k name" run some,
 #             WORKERS=4 more at a time
 # make test-all   set up, run all tests, and print which lines they reach; takes the same variables, and COVERAGE= for none
@@ -16,7 +17,7 @@
 # make exercise   list the exercises; N=3 checks yours, N=3 SOLUTION=1 its solution (exercises/README.md)
 # make faults ROUNDS=3   break running jobs in many ways and compare their losses
 # make fuzz MINUTES=10   feed every reader and every command hostile input, and run compositions of all options
-.PHONY: afresh demo setup test test-all lock lint lint-docs figures drawings notebooks site site-serve clean exercise faults fuzz gpu preflight slurm slurm-shell slurm-stop
+.PHONY: afresh demo demo-ensemble setup test test-all lock lint lint-docs figures drawings notebooks site site-serve clean exercise faults fuzz gpu preflight slurm slurm-shell slurm-stop
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -30,6 +31,11 @@ demo: setup
 	$(BIN)/python -m weather.sample_data data/quick
 	$(BIN)/python train.py --config=demo
 	$(BIN)/python forecast.py --run_folder logs/demo/00
+
+demo-ensemble: setup
+	$(BIN)/python -m weather.sample_data data/quick
+	$(BIN)/python train.py --config=demo_ensemble
+	$(BIN)/python forecast.py --run_folder logs/demo_ensemble/00 --ensemble_size=8
 
 setup: .venv/installed
 

@@ -43,6 +43,7 @@ MODELS = ("afno", "classifier", "neighborhood", "unet")  # those that only their
 # Words of a command, and what it rests on without naming it: a config, a GPU or a file of config/.
 UNNAMED = {
     "benchmark.py ladder": "ladder",
+    "make demo-ensemble": "demo_ensemble",
     "tools.gpu_report": "gpu_report",
     "planner.validate": "verify",
     "plan.py": "a100-40gb",

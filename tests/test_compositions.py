@@ -5,10 +5,12 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, islice
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
 import pytest
+import torch
 
 import plan
 from tests.support.compositions import PlantedTeams, composition_of, stuck, verdict_of
@@ -18,6 +20,7 @@ from tools.compositions.choices import Choice, all_choices, keys_that_take_part,
 from tools.compositions.composition import Base, settings_of
 from tools.compositions.drawing import Draws
 from tools.compositions.judge import EQUAL, FINDING, REFUSED, Judge, JudgeEnded, Verdict
+from tools.instruments.team import Teams
 from utils import schema
 from utils.errors import INTERRUPTED_STATUS
 from utils.schema import Config, key
@@ -288,3 +291,23 @@ def test_counts_that_are_not_planned_are_told():
     counted = Counter({"parameters": 8, "FLOP": 5})
     assert judge.unplanned(counted, Counter({"parameters": 8, "FLOP": 4})) == ["5 FLOP planned as 4"]
     assert judge.unplanned(counted, Counter(counted)) == []
+
+
+def test_ranks_that_come_to_many_meshes_have_one_device_for_all_groups(base):
+    with Teams(base.config, many_meshes=True) as teams:
+        few, many = teams.call(2, threads_of_groups, 20)[0]
+    assert many == few
+
+
+def threads_of_groups(rank, count):
+    """The threads of gloo's devices with one group, and with `count` more."""
+
+    def threads():
+        names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+        return sum(name.startswith("gloo_tcp_loop") for name in names)
+
+    few = threads()
+    groups = [torch.distributed.new_group() for _ in range(count)]
+    for group in groups:
+        torch.distributed.all_reduce(torch.ones(1), group=group)
+    return few, threads()

@@ -23,7 +23,7 @@ from pathlib import Path
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.support import forked
-from tests.support.workers import share_device
+from tools.instruments.gloo_device import share_gloo_device
 from utils.signals import STOP_SIGNALS
 
 
@@ -131,5 +131,5 @@ if __name__ == "__main__":
         importlib.import_module(name)
     assert threading.active_count() == 1, "a thread would be missing in the programs"
     importlib.import_module("tests.support.warm")
-    share_device()
+    share_gloo_device()
     leave(run(serve(socket.socket(fileno=int(sys.argv[1])))))

@@ -14,7 +14,6 @@ import datetime
 import os
 import socket
 import sys
-from functools import cache
 from itertools import count
 
 import psutil
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.support import forked
+from tools.instruments.gloo_device import share_gloo_device
 from tools.instruments.pool import Pool, RanksFailed
 
 PATIENCE_SECONDS = 120
@@ -90,31 +90,13 @@ def leave_groups():
         _clear_sharding_prop_cache()  # DTensor would remember them
 
 
-def share_device():
-    """All groups of gloo use one device of a process: the loop of each wakes a hundred times a second."""
-    group, make = dist.ProcessGroupGloo, dist.ProcessGroupGloo.__init__
-
-    @cache
-    def device(interface):
-        return group.create_device(interface=interface) if interface else group.create_default_device()
-
-    def init(self, store, rank, size, timeout, **newer):
-        if any(newer.values()):  # arguments of newer torch, which only its own constructor knows
-            return make(self, store, rank, size, timeout, **newer)
-        options = group._Options()
-        options._devices, options._timeout = [device(os.environ.get("GLOO_SOCKET_IFNAME"))], timeout
-        return make(self, store, rank, size, options)
-
-    group.__init__ = init
-
-
 def _run(process, name, world_size, port, function, args, kwargs):
     """On a rank: leave the old process group where there is a new one, and call a function."""
     patience = datetime.timedelta(seconds=PATIENCE_SECONDS)
     if "store" not in process.kept:
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        share_device()
+        share_gloo_device()
         process.kept["store"] = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=patience)
     if name:
         if dist.is_initialized():

@@ -77,7 +77,8 @@ class Judge(AbstractContextManager):
         config = base.config.model_copy(update={"comm_timeout": max(1, int(patience))})
         self.opened = ExitStack()
         if teams is None:
-            teams = self.opened.enter_context(Teams(config, patience=patience, context=context, tells=False))
+            made = Teams(config, patience=patience, context=context, tells=False, many_meshes=True)
+            teams = self.opened.enter_context(made)
         self.teams = teams
         self.planner = self.opened.enter_context(Pool(context, name="planner"))
         self.patience = patience

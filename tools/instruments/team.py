@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tools.instruments.gloo_device import share_gloo_device
 from tools.instruments.pool import OutOfMemory, Pool, Process, RankError, RanksFailed
 from training.determinism import prepare_environment
 from utils import comm, connection
@@ -51,7 +52,8 @@ class Teams(AbstractContextManager):
 
     config: names the device, and how long ranks wait for one another. whole_machine: a rank may start processes and use
     every core; else it has one thread on a CPU. patience: seconds for the answers to a call. context: of
-    multiprocessing. tells: whether the traceback of a rank is printed.
+    multiprocessing. tells: whether the traceback of a rank is printed. many_meshes: ranks come to many meshes, and
+    their groups share a device.
     """
 
     def __init__(
@@ -61,12 +63,14 @@ class Teams(AbstractContextManager):
         patience: float = 1e6,
         context: Any = None,
         tells: bool = True,
+        many_meshes: bool = False,
     ):
         self.config = config
         self.whole_machine = whole_machine
         self.patience = patience
         self.context = context
         self.tells = tells
+        self.many_meshes = many_meshes
         self.running: dict[int, Pool] = {}  # {ranks: their pool}
 
     def call(
@@ -85,6 +89,8 @@ class Teams(AbstractContextManager):
                 # A daemon may not start processes of its own, such as workers that read data.
                 pool = Pool(self.context, daemon=not self.whole_machine)
                 self.running[size] = pool
+                if self.many_meshes:
+                    pool.call(size, _share_device)
                 pool.call(size, _join, size, _free_port(), self.config, self.whole_machine)
             return self.running[size].call(size, function, *args, timeout=self.patience)
         except RanksFailed as failed:
@@ -106,6 +112,11 @@ class Teams(AbstractContextManager):
     def __exit__(self, *_: object) -> None:
         for pool in list(self.running.values()):  # a call in another thread may take its own away
             pool.end()
+
+
+def _share_device(_: Process) -> None:
+    """In a process that is no rank yet: let its groups have one device."""
+    share_gloo_device()
 
 
 def _free_port() -> int:
