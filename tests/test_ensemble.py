@@ -1,5 +1,7 @@
 """Members of an ensemble: the same in every layout, whoever computes them, and trained as on one device."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -76,21 +78,24 @@ def test_without_its_collectives_an_ensemble_is_another_training(ranks, tiny_con
     assert not result.equal and result.stage in ("loss", "gradient")
 
 
+@contextmanager
 def no_exchange():
     """Each rank takes its own points for those of the others."""
-    patch = pytest.MonkeyPatch()
 
     def stays_here(x, sent, received, group):
         return x.repeat(2)[: sum(received)]
 
-    patch.setattr(crps, "all_to_all", stays_here)
-    return patch.context()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(crps, "all_to_all", stays_here)
+        yield
 
 
+@contextmanager
 def no_sum():
-    patch = pytest.MonkeyPatch()
-    patch.setattr("training.tasks.forecast.sum_over_ranks", lambda x, group: x)
-    return patch.context()
+    """Each rank takes the loss of its own points for the loss."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("training.tasks.forecast.sum_over_ranks", lambda x, group: x)
+        yield
 
 
 without = {"all_to_all": no_exchange, "sum_over_ranks": no_sum}
