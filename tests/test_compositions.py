@@ -1,10 +1,11 @@
 """plan.py check --all: what it draws, what it finds, and how small it makes a finding."""
 
 import json
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count, islice
+from itertools import count, islice, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -242,6 +243,44 @@ def test_an_interrupted_search_tells_what_it_has_found(tmp_path, monkeypatch, ca
     assert plan.main(words) == INTERRUPTED_STATUS
     assert "seed 7: 3 compositions: 3 equal" in capsys.readouterr().out
     assert json.loads((tmp_path / "found.json").read_text())["equal"] == 3
+
+
+class BusyJudge:
+    """Two of them do not answer where both are at work; one that is alone does, unless it really hangs."""
+
+    at_work = 0
+    lock = threading.Lock()
+
+    def __init__(self, both, hangs):
+        self.both, self.hangs, self.times = both, hangs, 0
+
+    def judge(self, composition):
+        self.times += 1
+        if self.times == 1:
+            self.both.wait(60)
+            return Verdict(FINDING, "one device: hang", "no answer")
+        with self.lock:
+            BusyJudge.at_work += 1
+        time.sleep(0.05)  # long enough to be seen by the other
+        is_alone = BusyJudge.at_work == 1
+        with self.lock:
+            BusyJudge.at_work -= 1
+        return Verdict(EQUAL) if is_alone and not self.hangs else Verdict(FINDING, "hang", "no answer")
+
+    def end(self):
+        """Nothing is running."""
+
+
+@pytest.mark.parametrize(("hangs", "result"), [(False, EQUAL), (True, FINDING)])
+def test_who_did_not_answer_beside_others_is_asked_again_alone(monkeypatch, base, hangs, result):
+    ticks = count()
+    monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    draws = SimpleNamespace(refusals=Counter(), pairs=[], uncovered=(), illegal=())
+    report, both = search.Report(0), threading.Barrier(2)
+    searching = search.Search(base, Draws(base, all_choices(base.config), 0), report)
+    searching.draws, searching.compositions = draws, repeat(composition_of("dp=2"))
+    searching.run([BusyJudge(both, hangs), BusyJudge(both, hangs)], end=1)
+    assert report.results == {result: 2}
 
 
 def test_a_judge_that_is_ended_from_another_thread_raises_and_leaves_no_rank(monkeypatch, base):

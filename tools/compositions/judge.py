@@ -32,6 +32,7 @@ PRELOADED = [
 ]
 MESHES = 10  # of a team; each leaves threads of its groups behind, so a new team follows
 HANG_SECONDS = 120  # without an answer
+HANG = "hang"  # the kind of a finding: ranks, or the process that plans, did not answer
 EQUAL, REFUSED, FINDING = "equal", "refused", "finding"
 FINE = {"losses": 1e-8, "norms": 1e-7, "validation": 1e-8}  # relative, in float64
 NUMBERS = (*FINE, "replicas")  # kinds of findings that one mistake may lead to
@@ -49,6 +50,11 @@ class Verdict:
     result: str
     kind: str = ""
     text: str = ""
+
+    @property
+    def is_silence(self) -> bool:
+        """Tell whether somebody did not answer, which a busy machine may be the reason of."""
+        return self.kind.endswith(HANG)
 
 
 class JudgeEnded(Exception):
@@ -159,7 +165,10 @@ class Judge(AbstractContextManager):
         if key not in self.references:
             found = self.run(Trial(case, wide=wide))
             if isinstance(found, Verdict):
-                self.references[key] = Verdict(found.result, f"one device: {found.kind}", found.text)
+                of_one_device = Verdict(found.result, f"one device: {found.kind}", found.text)
+                if found.is_silence:  # not kept: it may answer the next time
+                    return of_one_device
+                self.references[key] = of_one_device
             else:
                 self.references[key] = found[0]
         return self.references[key]
@@ -187,7 +196,7 @@ class Judge(AbstractContextManager):
         """The finding of an error on ranks."""
         # NoAnswer and OutOfMemory are RankErrors, so they come first.
         if isinstance(error, NoAnswer):
-            return Verdict(FINDING, "hang", f"no answer within {self.patience:.0f} s")
+            return Verdict(FINDING, HANG, f"no answer within {self.patience:.0f} s")
         if isinstance(error, OutOfMemory):
             return Verdict(FINDING, "out of memory", first_line(error))
         if isinstance(error, RankError):
@@ -218,6 +227,8 @@ class Planning:
         found = self.found
         if outcomes[0].refused:
             return None
+        if isinstance(found, NoAnswer):
+            return Verdict(FINDING, f"plan: {HANG}", first_line(found))
         if isinstance(found, Exception) or found is None:
             text = described(found) if found else "no plan"
             return Verdict(FINDING, "plan", f"it cannot be planned: {text}")

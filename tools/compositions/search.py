@@ -117,14 +117,18 @@ class Search:
         self.report = report
         self.compositions = iter(draws)
         self.lock = threading.Lock()  # of draws and report
+        self.at_work: list[threading.Lock] = []  # one for each judge, held while it judges
 
     def run(self, judges: Sequence[Judge], end: float) -> None:
         """Run drawn compositions until the time `end`.
 
         Raises KeyboardInterrupt, as soon as the ranks are ended, and what a judge raises.
         """
+        self.at_work = [threading.Lock() for _ in judges]
         with ThreadPoolExecutor(len(judges)) as threads:
-            working = [threads.submit(self._work, judge, end) for judge in judges]
+            working = []
+            for judge, at_work in zip(judges, self.at_work, strict=True):
+                working.append(threads.submit(self._work, judge, at_work, end))
             try:
                 # The first error, of whichever judge, ends the search.
                 for done in as_completed(working):
@@ -136,19 +140,31 @@ class Search:
             finally:
                 self._count_pairs()
 
-    def _work(self, judge: Judge, end: float) -> None:
+    def _work(self, judge: Judge, at_work: threading.Lock, end: float) -> None:
         """Judge one composition after the other, until the judge is ended."""
         # A composition that has begun is finished, so that a search may last a little longer.
         while time.monotonic() <= end:
             with self.lock:
                 composition = next(self.compositions)
             try:
-                verdict = judge.judge(composition)
+                with at_work:
+                    verdict = judge.judge(composition)
+                if verdict.is_silence:
+                    verdict = self._judge_alone(judge, composition)
                 self._count(verdict)
                 if verdict.result == FINDING:
                     self.note(composition, verdict, judge)
             except JudgeEnded:
                 return
+
+    def _judge_alone(self, judge: Judge, composition: Composition) -> Verdict:
+        """Judge a composition once more, while no other judge of this search takes cores from it."""
+        # On a busy machine ranks may only have been slow. Those that really hang do so again.
+        with ExitStack() as waited:
+            # All threads take the locks in this one order, so that no two wait for each other.
+            for at_work in self.at_work:
+                waited.enter_context(at_work)
+            return judge.judge(composition)
 
     def _count(self, verdict: Verdict) -> None:
         with self.lock:
