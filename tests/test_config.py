@@ -7,6 +7,7 @@ import pytest
 from tests.support.refusals import refusal
 from training.optimizer import peak_learning_rate
 from training.tasks import build_task
+from utils import yaml_files
 from utils.config import SPLITS, Config, differing_keys, load_config, read_named_config, write_config
 from utils.elsewhere import ELSEWHERE
 from utils.errors import UsageError, run_main
@@ -259,6 +260,18 @@ def test_every_number_of_the_schema_has_bounds():
     for name, field in Config.model_fields.items():  # of two bounds of one kind, that of the type would win
         kinds = [type(bound) for bound in field.metadata]
         assert len(kinds) == len(set(kinds)), name
+
+
+def test_a_file_is_parsed_once_and_who_reads_it_has_a_copy_of_his_own(monkeypatch, tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text("one: {values: [1, 2]}")
+    first = read_named_config(path, "one")
+    monkeypatch.setattr(yaml_files, "yaml", None)  # nothing is parsed any more
+    first["values"].append(3)
+    assert read_named_config(path, "one") == {"values": [1, 2]}
+    monkeypatch.undo()
+    path.write_text("one: {values: []}")
+    assert read_named_config(path, "one") == {"values": []}
 
 
 @pytest.mark.parametrize(

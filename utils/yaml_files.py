@@ -1,6 +1,8 @@
 """Files of named mappings in YAML 1.2, where `5e-4` is a number."""
 
 import contextlib
+import copy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,13 @@ def read_mappings(
 
 def parse_yaml(text: str) -> Any:
     """Parse YAML text. Raises ValueError, with the line, for text that is no YAML."""
+    # Whoever asks may change what he gets, so it is a copy of what is kept.
+    return copy.deepcopy(_parse_once(text))
+
+
+@lru_cache(maxsize=512)  # a search reads one file thousands of times, and the parser takes 50 ms for it
+def _parse_once(text: str) -> Any:
+    """What YAML text says, parsed once. Raises ValueError as parse_yaml does."""
     try:
         return yaml().load(text)
     except MarkedYAMLError as error:
