@@ -197,6 +197,7 @@ def test_one_device_has_the_options_that_change_numbers_and_no_others(base):
     whole = reference("dp=2 gradient_accumulation=2 ema=0.5 data_parallel=fsdp")
     assert (whole.gradient_accumulation, whole.ema, whole.data_parallel) == (1, 0.5, "ddp")
     assert reference("dp=2 data_parallel=fsdp gather_dtype=bf16").gather_dtype == "bf16"  # which ddp refuses
+    assert not reference("dp=2 enable_jit").enable_jit  # held against what is not compiled
     unet = 'model=unet model_args={"width":4,"levels":1} gradient_accumulation=2'
     assert reference(unet).gradient_accumulation == 2  # BatchNorm takes the statistics of a micro-batch
     resumed = base.resumed(composition_of(unet, "dp=2 gradient_accumulation=4"))

@@ -43,6 +43,7 @@ TINY = (
 )
 STRATEGY = "data_parallel"
 MICRO_BATCHES = "gradient_accumulation"
+COMPILED = "enable_jit"
 SPLITS = ("tensor_parallel", "context_parallel", "pipeline_parallel", "ensemble_parallel")
 
 
@@ -141,9 +142,9 @@ class Base:
     def reference(self, choices: Iterable[Choice]) -> Case:
         """The case of one device with the same options, but those that say how work is shared."""
         all_settings = settings_of(list(choices))
-        # What shares work is left out, and what changes numbers stays.
-        of_layouts = self.keys_without_effect(all_settings)
-        settings = {key: value for key, value in all_settings.items() if key not in of_layouts}
+        # What shares work is left out, and what changes numbers stays. To compile changes none, and takes long.
+        left_out = [*self.keys_without_effect(all_settings), COMPILED]
+        settings = {key: value for key, value in all_settings.items() if key not in left_out}
         try:
             return build_case("one device", "train.py", [*self.words, *words_of(settings)], 1)
         except UsageError:

@@ -29,6 +29,7 @@ from utils.schema import count_forcings
 
 STEPS = 4
 HALF = STEPS // 2  # after which a composition that is resumed is stopped
+TRIALS_KEPT = 8  # whose models may wait to be freed
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,15 @@ def try_out(rank: Process, trial: Trial) -> Outcome:
     finally:
         torch.set_default_dtype(torch.float32)
         torch._dynamo.reset()  # what was compiled here counts against the limit of the next
+        collect_at_times(rank)
+
+
+def collect_at_times(rank: Process) -> None:
+    """Free the models of earlier trials, which are in cycles, each time that there are some."""
+    trials = rank.kept.get("trials", 0) + 1
+    rank.kept["trials"] = trials
+    # To look through all objects takes as long as a small trial.
+    if trials % TRIALS_KEPT == 0:
         gc.collect()
 
 
