@@ -10,9 +10,10 @@ what that prints replaces the text up to the second. The command is the one that
     <!--[[[end]]]-->
 
 Commands run one after another, each once, in a folder that shares all of this one but `logs`, which is empty. The
-variable ONLY chooses among them: a part of the command, or `fast`, which are the ones that take seconds and give the
-same on every machine. What is not chosen stays as it is. A test holds every page to its fast ones. Of the others,
-docs/figures.json keeps a hash of what each one's figures rest on; one that changed since is named, and fails a test.
+variable ONLY chooses among them: a command, a part that several have, `fast`, which are the ones that take seconds and
+give the same on every machine, or `none`. What is not chosen stays as it is. A test holds every page to its fast ones.
+Of the others, docs/figures.json keeps a hash of what each one's figures rest on; one that changed since is named, and
+fails a test.
 """
 
 import ast
@@ -223,8 +224,7 @@ def _code(name):
 
 def _chosen(command, fast):
     """Tell whether to make this one; if not, the page keeps what it shows."""
-    chosen = fast if ONLY == "fast" else ONLY in command
-    if chosen:
+    if _is_asked_for(command, fast):
         return True
     # A page whose command was not chosen is named where its inputs have changed.
     if not fast and command not in _told and _record().get(command) != inputs(command):
@@ -237,6 +237,16 @@ def _chosen(command, fast):
         _kept.add(block)
         cog.out(cog.previous)
     return False
+
+
+def _is_asked_for(command, fast):
+    """Tell whether ONLY names a command."""
+    if ONLY == "none":
+        return False
+    if ONLY == "fast":
+        return fast
+    # A whole command is not meant as a part of longer ones.
+    return command == ONLY if ONLY in _record() else ONLY in command
 
 
 def _show(*lines):

@@ -175,6 +175,25 @@ def test_figures_rest_on_values_and_code(file, old, new, changed, tmp_path, monk
     assert (inputs(command, tmp_path) != inputs(command)) is changed
 
 
+@pytest.mark.parametrize(
+    ("only", "command", "fast", "is_chosen"),
+    [
+        ("", "make demo", False, True),
+        ("make demo", "make demo", False, True),
+        ("make demo", "make demo-ensemble", False, False),  # another command, which has it as a part
+        ("quick", "python train.py --config=quick", False, True),
+        ("none", "python benchmark.py layouts dp --wrap_policy=none", False, False),
+        ("fast", "make demo", False, False),
+        ("fast", "python -m utils.layout", True, True),
+    ],
+)
+def test_commands_are_chosen_whole_or_by_a_part(monkeypatch, only, command, fast, is_chosen):
+    monkeypatch.setitem(sys.modules, "cog", types.ModuleType("cog"))
+    figures = importlib.import_module("docs.figures")
+    monkeypatch.setattr(figures, "ONLY", only)
+    assert figures._is_asked_for(command, fast) is is_chosen
+
+
 def test_pages_show_code_of_the_tree_and_figures_whose_inputs_did_not_change_since():
     """`make figures ONLY=...` mends the pages."""
     check_figures(only="no command")
