@@ -22,11 +22,11 @@ ROOT = Path(__file__).parents[1]
 GPUS = ("a100-40gb", "h100", "mi300x")
 COUNTS = (1, 2, 4, 8, 16, 32, 128, 512)
 MOST_APART = 32  # GPUs that split a model or an image between them; more are slow, and would be most of the page
-# Each choice of the page: {its words: options of the config}.
+# Each choice of the page: {its words: options of the config}. The first word is its name in an address.
 MODELS = {
     "small: 12 blocks of 384 features": "--embed_dim=384 --num_heads=8",
-    "small, ensembles of 4 members": "--embed_dim=384 --num_heads=8 --loss=crps --ensemble_size=4",
     "medium: 12 blocks of 1024 features": "--embed_dim=1024 --num_heads=8",
+    "ensembles: 4 members of the small one": "--embed_dim=384 --num_heads=8 --loss=crps --ensemble_size=4",
     "large: 24 blocks of 2048 features": "--embed_dim=2048 --num_heads=16 --depth=24",
 }
 IMAGES = {

@@ -140,7 +140,7 @@ def test_pages_fit_on_wide_and_narrow_screens(site, browser, tmp_path_factory):
 def test_drawings_have_captions_and_readable_type_on_a_phone(site, browser):
     page = browser.new_page(viewport={"width": 400, "height": 900})
     moving = set()
-    for name in ("ranks_and_collectives", *LESSONS):
+    for name in ("ranks_and_collectives", *LESSONS, "ensembles"):
         page.goto(f"file://{site}/{name}.html")
         figures = page.locator("figure.drawing").all()
         assert figures, name
@@ -208,6 +208,8 @@ def test_the_address_keeps_a_layout_and_the_list_names_some(site, browser):
     presets = re.findall(r'href="#([\w-]+)" data-preset="([^"]+)"', (ROOT / "docs/explorer.md").read_text())
     assert len(presets) >= 4
     lessons = "".join((ROOT / f"docs/{name}.md").read_text() for name in LESSONS)
+    names = [re.split("[ :]", model)[0] for model in explorer_data.MODELS]  # in an address
+    assert len(set(names)) == len(names)
     assert sum(f"explorer.md#{name})" in lessons for name, _ in presets) >= 3
     for name, words in presets:
         page.goto("about:blank")
@@ -236,7 +238,7 @@ def test_where_colours_run_out_the_partners_of_a_rank_are_named(site, browser):
     page = browser.new_page(viewport={"width": 400, "height": 900})
     page.goto(f"file://{site}/explorer.html")
     assert page.inner_text("#repeated") == ""
-    row = [1024, 8, 1, 1, "1x1", 128, "ddp", 1, "none", [1, 1, 1, 1, 1, 1], 9, 1, []]
+    row = [1024, 8, 1, 1, "1x1", 1, 128, "ddp", 1, "none", [1, 1, 1, 1, 1, 1], 9, 1, []]
     page.evaluate("row => { for (const rows of Object.values(LAYOUTS.rows)) rows.push(row) }", row)
     page.select_option("[name=batch]", "256 samples")
     page.select_option("[name=n]", "1024")
@@ -283,10 +285,10 @@ def test_the_page_to_play_with_answers_to_pointer_and_keyboard(site, browser):
         for row in layouts["rows"][
             "|".join(["a100-40gb", *(page.input_value(f"[name={name}]") for name in ("model", "image", "batch"))])
         ]
-        if row[:9] == [4, 2, 2, 1, "1x1", 1, page.input_value("[name=strategy]"), 1, "none"]
+        if row[:10] == [4, 2, 2, 1, "1x1", 1, 1, page.input_value("[name=strategy]"), 1, "none"]
     )
-    assert f"{row[11]:,.1f} ms" in page.inner_text("#verdict")
-    assert f"{row[9][0] / 1024:.2f}".rstrip("0") in page.inner_text("#held")
+    assert f"{row[12]:,.1f} ms" in page.inner_text("#verdict")
+    assert f"{row[10][0] / 1024:.2f}".rstrip("0") in page.inner_text("#held")
 
     page.select_option("[name=parts]", "4")
     page.select_option("[name=again]", "full")
