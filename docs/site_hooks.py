@@ -17,7 +17,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.mathtext import math_to_image
 from mkdocs.structure.files import File, Files
 
-from docs import explorer_data, glossary, traces
+from docs import explorer_data, glossary, quiz_page, traces
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {
@@ -100,11 +100,11 @@ def on_page_markdown(markdown: str, page: Any, **_given: Any) -> str:
 
 
 def on_page_content(content: str, page: Any, **_given: Any) -> str:
-    """Explain the first use of each term of the glossary, on pages that people read."""
+    """Explain the first use of each term of the glossary, on pages that people read, and insert the questions."""
     source = page.file.src_uri
     if source == "glossary.md" or source.startswith("code/"):
         return content
-    return glossary.explain(content)
+    return quiz_page.insert(glossary.explain(content))
 
 
 def on_post_build(config: Any, **_given: Any) -> None:
