@@ -131,20 +131,30 @@ def _picture(text: str) -> str:
 def deck_as_html(deck: Deck) -> str:
     """The file of a deck."""
     count = len(deck.slides)
+    name = html.escape(deck.title)
     sections = []
     for number, slide in enumerate(deck.slides, 1):
-        title = _markdown(slide.title).removeprefix("<p>").removesuffix("</p>")
-        label = html.escape(f"{number} of {count}: {slide.title}")
-        foot = f"{number} of {count}, {slide.minutes} min, {deck.minutes} in all"
-        sections.append(
-            f'<section class="slide" aria-label="{label}" data-minutes="{slide.minutes}">\n<h2>{title}</h2>\n'
-            f'<div class="body">\n{slide.body}\n</div>\n<footer>{html.escape(deck.title)}<span>{foot}</span></footer>\n'
-            f'<aside class="notes" aria-label="notes">{slide.notes}</aside>\n</section>'
-        )
+        place = f"{number} of {count}"
+        foot = f"{place}, {slide.minutes} min, {deck.minutes} in all"
+        sections.append(_section(slide, place, f"{name}<span>{foot}</span>"))
     style = (HERE / "deck.css").read_text()
     script = (HERE / "deck.js").read_text()
     body = "\n".join(sections)
-    return (
-        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{html.escape(deck.title)}</title>\n'
-        f'<style>\n{style}</style>\n<body>\n<main class="deck">\n{body}\n</main>\n<script>\n{script}</script>\n</body>\n'
-    )
+    head = f'<meta charset="utf-8">\n<title>{name}</title>\n<style>\n{style}</style>'
+    main = f'<main class="deck">\n{body}\n</main>\n<script>\n{script}</script>'
+    return f'<!doctype html>\n<html lang="en">\n{head}\n<body>\n{main}\n</body>\n'
+
+
+def _section(slide: Slide, place: str, foot: str) -> str:
+    """A slide as an element. foot: HTML."""
+    title = _markdown(slide.title).removeprefix("<p>").removesuffix("</p>")
+    label = html.escape(f"{place}: {slide.title}")
+    parts = [
+        f'<section class="slide" aria-label="{label}">',
+        f"<h2>{title}</h2>",
+        f'<div class="body">\n{slide.body}\n</div>',
+        f"<footer>{foot}</footer>",
+        f'<aside class="notes" aria-label="notes">{slide.notes}</aside>',
+        "</section>",
+    ]
+    return "\n".join(parts)

@@ -1,4 +1,4 @@
-"""The parts of a lesson that slides show: text, lists, tables, code, formulas, pictures and questions of its sections."""
+"""The parts of a lesson that slides show: text, lists, tables, code, formulas, pictures and questions of a section."""
 
 import re
 from collections.abc import Iterator

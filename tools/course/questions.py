@@ -99,11 +99,13 @@ def _question(entry: Mapping[str, Any], when: str, path: Path) -> Question:
     for key in asked:
         if key not in KEYS:
             raise UsageError(f"{where}: unknown key {key!r}{nearest(key, KEYS)}")
+    # A number and a word of YAML become the text that a learner would give.
     choices = tuple(asked.get("choices", ()))
     answer = str(asked["answer"])
-    is_answer = answer in choices if choices else number(answer) is not None
-    if not is_answer:
-        raise UsageError(f"{where}: the answer {answer!r} is {'no choice' if choices else 'no number'}")
+    if choices and answer not in choices:
+        raise UsageError(f"{where}: the answer {answer!r} is no choice")
+    if not choices and number(answer) is None:
+        raise UsageError(f"{where}: the answer {answer!r} is no number")
     unit = asked.get("unit", "")
     tolerance = asked.get("tolerance", 0.0)
     return Question(name, entry["section"], asked["ask"], answer, asked["because"], choices, unit, tolerance)

@@ -50,6 +50,7 @@ def take(folder: Path, questions: QuestionSet, read: Callable[[str], str], tell:
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder for your answers")
     tell(f"Ten questions {questions.when} rung {questions.rung}, {questions.title}. An empty line: I do not know.")
+    # Answers are kept in memory until the last one: a file has all of them.
     answers: dict[str, str] = {}
     for place, question in enumerate(questions.questions, 1):
         tell(f"\n{place}. {question.ask}")
@@ -58,7 +59,10 @@ def take(folder: Path, questions: QuestionSet, read: Callable[[str], str], tell:
         except EOFError:
             raise UsageError(f"stopped after {len(answers)} answers: nothing was written") from None
         answers[question.name] = given
-        verdict = "Right." if question.is_right(given) else f"It is {question.answer} {question.unit}".rstrip() + "."
+        verdict = "Right."
+        if not question.is_right(given):
+            answer = f"{question.answer} {question.unit}".rstrip()
+            verdict = f"It is {answer}."
         tell(f"   {verdict} {question.because} (docs/{question.section})")
     record = {
         "rung": questions.rung,
@@ -77,16 +81,22 @@ def _ask(question: Question, read: Callable[[str], str], tell: Callable[[str], N
     for letter, choice in zip("abcdefgh", question.choices, strict=False):
         letters[letter] = choice
         tell(f"   {letter}  {choice}")
-    wanted = "/".join(letters) if letters else question.unit or "number"
+    wanted = question.unit or "number"
+    complaint = "   a number, please"
+    if letters:
+        wanted = "/".join(letters)
+        complaint = "   a letter, please"
     while True:
         given = read(f"   [{wanted}] ").strip()
         if not given:
             return ""
-        if given.lower() in letters:
-            return letters[given.lower()]
-        if not letters and number(given) is not None:
+        letter = given.lower()
+        if letter in letters:
+            return letters[letter]
+        is_number = number(given) is not None
+        if is_number and not letters:
             return given
-        tell("   a letter, please" if letters else "   a number, please")
+        tell(complaint)
 
 
 # An instructor reads the answers of a class.
@@ -112,9 +122,9 @@ def read_class(folder: Path) -> tuple[list[HandedIn], list[str]]:
         earlier = found.get(key)
         if earlier:
             complaints.append(f"{file}: {learner} has answered these questions twice; the first answers count")
-        is_first = earlier is None or handed.time < earlier.time
-        if is_first:
-            found[key] = handed
+            if earlier.time <= handed.time:
+                continue
+        found[key] = handed
     if not files:
         raise UsageError(f"{folder}: no answers in it, such as anna/quiz_2_after.json")
     return list(found.values()), complaints
@@ -122,7 +132,8 @@ def read_class(folder: Path) -> tuple[list[HandedIn], list[str]]:
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
     """Learners and their files of answers, in order."""
-    for own in sorted(path for path in folder.iterdir() if path.is_dir()):
+    folders = [path for path in folder.iterdir() if path.is_dir()]
+    for own in sorted(folders):
         for file in sorted(own.rglob(PATTERN)):
             yield own.name, file
 
@@ -136,6 +147,7 @@ def _read(learner: str, file: Path) -> HandedIn:
     questions = read_questions(rung)[when]
     if record.get("questions") != questions.mark:
         raise UsageError(f"{file}: answers to other questions than those of docs/questions; it does not count")
+    # What was left out counts as not known, and so does what is no text.
     right = {}
     for question in questions.questions:
         given = answers.get(question.name, "")
@@ -150,8 +162,10 @@ def _parts(record: Any, file: Path) -> tuple[int, str, dict[str, Any], str]:
     rung = record.get("rung")
     when = record.get("when")
     answers = record.get("answers")
-    is_known = isinstance(rung, int) and rung in RUNGS and isinstance(when, str) and when in WHEN
-    if not is_known or not isinstance(answers, dict):
+    has_rung = isinstance(rung, int) and rung in RUNGS
+    has_moment = isinstance(when, str) and when in WHEN
+    has_answers = isinstance(answers, dict)
+    if not (has_rung and has_moment and has_answers):
         raise UsageError(f"{file}: no answers of a quiz: it lacks a rung, before or after, or the answers")
     return rung, when, answers, str(record.get("time", ""))
 
@@ -176,25 +190,35 @@ def _table_of_questions(rung: int, handed: Sequence[HandedIn]) -> str:
     for each in handed:
         by_when[each.when][each.learner] = each
     before, after = by_when["before"], by_when["after"]
+    # Learners who missed one of the two would make a gain of what they knew already.
     both = sorted(before.keys() & after.keys())
     names = [question.name for question in sets["before"].questions]
+    wanted = {name: [name] for name in names}
+    wanted["all"] = names
     rows: list[list[Any]] = []
-    for label, chosen in [*[(name, [name]) for name in names], ("all", names)]:
+    for label, chosen in wanted.items():
         gain = None
         if both:
-            first = _percent([before[learner] for learner in both], chosen)
-            last = _percent([after[learner] for learner in both], chosen)
-            gain = last - first
-        rows.append([label, _percent(before.values(), chosen), _percent(after.values(), chosen), gain])
+            of_both_before = [before[learner] for learner in both]
+            of_both_after = [after[learner] for learner in both]
+            gain = _percent(of_both_after, chosen) - _percent(of_both_before, chosen)
+        share_before = _percent(before.values(), chosen)
+        share_after = _percent(after.values(), chosen)
+        rows.append([label, share_before, share_after, gain])
     columns = {f"rung {rung}, right answers": "", "before, %": ".0f", "after, %": ".0f", "gain": "+.0f"}
-    counts = f"{len(before)} learners before, {len(after)} after. Gain: percentage points, of the {len(both)} with both."
-    return f"{format_table(columns, rows)}\n\n{counts}"
+    counts = f"{len(before)} learners before, {len(after)} after."
+    gains = f"Gain: percentage points, of the {len(both)} with both."
+    return f"{format_table(columns, rows)}\n\n{counts} {gains}"
 
 
 def _percent(handed, names):
     """Right answers to these questions, in percent; None where nobody has answered."""
-    verdicts = [each.right[name] for each in handed for name in names]
-    return 100 * sum(verdicts) / len(verdicts) if verdicts else None
+    verdicts = []
+    for each in handed:
+        verdicts += [each.right[name] for name in names]
+    if not verdicts:
+        return None
+    return 100 * sum(verdicts) / len(verdicts)
 
 
 def _table_of_learners(handed: Sequence[HandedIn]) -> str:
@@ -202,12 +226,15 @@ def _table_of_learners(handed: Sequence[HandedIn]) -> str:
     counts = {}
     for each in handed:
         counts[each.learner, each.rung, each.when] = sum(each.right.values())
-    asked = sorted({(each.rung, WHEN.index(each.when)) for each in handed})
+    sets = [(rung, when) for rung in RUNGS for when in WHEN]
+    answered = {(each.rung, each.when) for each in handed}
+    asked = [each for each in sets if each in answered]
     columns = {"learner": ""}
-    for rung, place in asked:
-        columns[f"{WHEN[place]} rung {rung}"] = "d"
+    for rung, when in asked:
+        columns[f"{when} rung {rung}"] = "d"
+    learners = {each.learner for each in handed}
     rows: list[list[Any]] = []
-    for learner in sorted({each.learner for each in handed}):
-        of_learner = [counts.get((learner, rung, WHEN[place])) for rung, place in asked]
+    for learner in sorted(learners):
+        of_learner = [counts.get((learner, rung, when)) for rung, when in asked]
         rows.append([learner, *of_learner])
     return format_table(columns, rows)
