@@ -10,8 +10,9 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from docs.quiz_page import anchor_of
+from docs.quiz_page import MARK, anchor_of, questions_as_html
 from tests.support import programs
+from tests.support.browser import open_chromium
 from tools.course.questions import RUNGS, WHEN, read_questions
 from tools.course.quiz import quiz_tables, read_class, take
 from tools.instruments.counting import bytes_sent
@@ -314,3 +315,48 @@ def test_a_quiz_that_is_broken_off_or_misses_a_word_ends_with_one_line(tmp_path)
     ):
         run = programs.run(["-m", "tools.course", "quiz", *words])
         assert run.returncode == 2 and said in run.stderr and len(run.stderr.splitlines()) == 1
+
+
+def test_the_page_has_each_set_once():
+    text = (ROOT / "docs/questions.md").read_text()
+    assert MARK.findall(text) == [(str(rung), when) for rung, when in ALL]
+    for rung, page in enumerate(("one_device", "data_parallel", "model_parallel", "domain_parallel"), 1):
+        lesson = (ROOT / f"docs/{page}.md").read_text()
+        assert f"questions.md#before-rung-{rung})" in lesson and f"questions.md#after-rung-{rung})" in lesson
+    html = questions_as_html(read_questions(2)["after"])
+    assert html.count("<details") == html.count("</details>") == 11 and html.count("<noscript>") == 2
+    assert 'href="data_parallel.html#the-idea"' in html
+
+
+@pytest.mark.slow("a browser takes seconds to start")
+def test_the_page_judges_at_once_and_saves_what_the_instructor_reads(tmp_path):
+    questions = read_questions(1)["before"]
+    scripts = ""
+    for name in ("questions.js", "quiz.js"):
+        scripts += f'<script src="file://{ROOT}/docs/moving/{name}"></script>'
+    file = tmp_path / "page.html"
+    file.write_text(f"<!doctype html><meta charset=utf-8><body>{questions_as_html(questions)}{scripts}")
+    own = tmp_path / "class/anna"
+    own.mkdir(parents=True)
+    with open_chromium() as browser:
+        page = browser.new_page()
+        page.goto(file.as_uri())
+        page.locator("details.quiz > summary").click()
+        forms = page.locator("form.predict").all()
+        assert len(forms) == 10 and page.get_by_role("button", name="save the answers").is_disabled()
+        for place, (form, question) in enumerate(zip(forms, questions.questions, strict=True)):
+            if question.choices:
+                form.locator("select").select_option(question.answer)
+            else:
+                form.locator("input").fill("7777" if place == 1 else question.answer)
+            form.locator("button").click()
+        assert forms[0].locator("[role=status]").inner_text() == "Right."
+        forms[1].locator("input").fill(questions.questions[1].answer)  # too late: the first answer counts
+        forms[1].locator("button").click()
+        assert "10 of 10 answered, 9 right at the first try" in page.locator("details.quiz").inner_text()
+        with page.expect_download() as saved:
+            page.get_by_role("button", name="save the answers").click()
+        assert saved.value.suggested_filename == "quiz_1_before.json"
+        saved.value.save_as(own / saved.value.suggested_filename)
+    (handed,), complaints = read_class(tmp_path / "class")
+    assert complaints == [] and [name for name, right in handed.right.items() if not right] == ["data_wait"]

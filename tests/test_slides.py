@@ -13,6 +13,7 @@ from utils.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
 PLANS = sorted(HERE.glob("*.yml"))
+PATIENCE = 200_000  # ms for a page to load on cores that others use
 SMALLEST = 15  # px of type on a slide of 1280 x 720
 # What leaves its slide, or the part of it between heading and foot; type that is too small. slide: the element.
 FAULTS = f"""(slide) => {{
@@ -126,7 +127,7 @@ def test_nothing_leaves_its_slide_and_type_is_readable(browser, tmp_path, plan):
     page = browser.new_page(viewport={"width": 1280, "height": 720})
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
-    page.goto(file.as_uri())
+    page.goto(file.as_uri(), timeout=PATIENCE)
     count = page.locator(".slide").count()
     for number in range(1, count + 1):
         shown = page.locator(".slide.now")
@@ -143,7 +144,7 @@ def test_slides_go_by_keyboard_have_notes_and_are_pages_on_paper(browser, tmp_pa
     deck = read_deck(PLANS[0])
     file.write_text(deck_as_html(deck))
     page = browser.new_page(viewport={"width": 1280, "height": 720})
-    page.goto(file.as_uri())
+    page.goto(file.as_uri(), timeout=PATIENCE)
     count = len(deck.slides)
     for key, number in (("End", count), ("ArrowRight", count), ("Home", 1), ("Space", 2), ("ArrowLeft", 1)):
         page.keyboard.press(key)

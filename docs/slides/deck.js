@@ -11,10 +11,14 @@ function fits(body) {
 // The largest type with which everything of a slide fits.
 function fit(slide) {
     const body = slide.querySelector(".body");
-    for (let size = LARGEST; size >= SMALLEST; size--) {
+    let low = SMALLEST, high = LARGEST;
+    while (low < high) {
+        const size = Math.ceil((low + high) / 2);
         slide.style.setProperty("--size", `${size}px`);
-        if (fits(body)) return;
+        if (fits(body)) low = size;
+        else high = size - 1;
     }
+    slide.style.setProperty("--size", `${low}px`);
 }
 
 function scale() {
