@@ -8,6 +8,7 @@
 # make lock   write requirements/lock.txt, the version of everything that is installed, for continuous integration
 # make lint   ruff: lint and format check; mypy: types; import-linter: what may import what; plain_code: how dense it is
 # make site   build the pages as a web site into site/; make site-serve: show it on this machine, anew after each change
+# make slides   slides of the lessons into slides/, one file each, with notes and minutes
 # make drawings   make the drawings of the docs again; make notebooks: the lessons as notebooks
 # make lint-docs   English of README and docs, by textlint (needs npm)
 # make figures   run every command whose output README and docs show, and show what they say now; ONLY=plan.py some
@@ -17,7 +18,7 @@
 # make exercise   list the exercises; N=3 checks yours, N=3 SOLUTION=1 its solution (exercises/README.md)
 # make faults ROUNDS=3   break running jobs in many ways and compare their losses
 # make fuzz MINUTES=10   feed every reader and every command hostile input, and run compositions of all options
-.PHONY: afresh demo demo-ensemble setup test test-all lock lint lint-docs figures drawings notebooks site site-serve clean exercise faults fuzz gpu preflight slurm slurm-shell slurm-stop
+.PHONY: afresh demo demo-ensemble setup test test-all lock lint lint-docs figures drawings notebooks site site-serve slides clean exercise faults fuzz gpu preflight slurm slurm-shell slurm-stop
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -80,6 +81,9 @@ site: .venv/installed-site
 
 site-serve: .venv/installed-site
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve --dev-addr 127.0.0.1:8000
+
+slides: .venv/installed-site
+	$(PY) -m docs.slides
 
 exercise: .venv/installed
 	@$(BIN)/python -m exercises.check $(N) $(if $(SOLUTION),--solution) $(if $(SEED),--seed $(SEED))

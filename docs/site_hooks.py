@@ -8,16 +8,13 @@ import html
 import json
 import os
 import re
-from io import StringIO
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import matplotlib
-from matplotlib.font_manager import FontProperties
-from matplotlib.mathtext import math_to_image
 from mkdocs.structure.files import File, Files
 
-from docs import explorer_data, glossary, traces
+from docs import explorer_data, glossary, quiz_page, traces
+from docs.typeset import FORMULA, typeset
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {
@@ -56,7 +53,6 @@ MOVING = (
     "crps",
 )
 DRAWING = re.compile(r"^!\[([^\]]+)\]\(((?:[\w./]*/)?images/drawings/(\w+)\.svg)\)$", re.M)
-FORMULA = re.compile(r"^\$\$\n(.+)\n\$\$$", re.M)
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 
 
@@ -92,7 +88,7 @@ def on_page_markdown(markdown: str, page: Any, **_given: Any) -> str:
         # README begins with its title, a paragraph and a picture.
         title, _, animation, rest = markdown.split("\n\n", 3)
         markdown = "\n\n".join([title, HOME.format(animation=animation), rest])
-    markdown = FORMULA.sub(_typeset, markdown)
+    markdown = FORMULA.sub(lambda found: typeset(found[1]), markdown)
     markdown = DRAWING.sub(_figure, markdown)
     # The two sections of a chapter on running it become tabs of one.
     tabs = r"^## (Run it here)\n(.*?)^## (Run it on Slurm)\n(.*?)(?=^## |\Z)"
@@ -100,11 +96,11 @@ def on_page_markdown(markdown: str, page: Any, **_given: Any) -> str:
 
 
 def on_page_content(content: str, page: Any, **_given: Any) -> str:
-    """Explain the first use of each term of the glossary, on pages that people read."""
+    """Explain the first use of each term of the glossary, on pages that people read, and insert the questions."""
     source = page.file.src_uri
     if source == "glossary.md" or source.startswith("code/"):
         return content
-    return glossary.explain(content)
+    return quiz_page.insert(glossary.explain(content))
 
 
 def on_post_build(config: Any, **_given: Any) -> None:
@@ -130,23 +126,6 @@ def _figure(found: re.Match[str]) -> str:
         f'<figure class="drawing"{moving}>{box}<img alt="{html.escape(words)}" src="{path}"></div>'
         f"<figcaption>{html.escape(caption)}.</figcaption></figure>"
     )
-
-
-def _typeset(found: re.Match[str]) -> str:
-    """A formula of TeX as a drawing in the colour of the text; nothing is loaded to show it."""
-    style: Any = {
-        "mathtext.fontset": "stix",
-        "savefig.facecolor": "none",
-        "svg.hashsalt": "formula",  # the same names of shapes in every build
-    }
-    drawn = StringIO()
-    with matplotlib.rc_context(style):
-        math_to_image(f"${found[1]}$", drawn, FontProperties(size=12), format="svg", color="#010203")
-    # The colour stands for that of the text, which only the page knows.
-    svg = drawn.getvalue().partition("<svg ")[2].replace("#010203", "currentColor")
-    # Metadata hold a date, and a style would count for the whole page.
-    svg = re.sub(r"<(metadata|style)[ >].*?</\1>|<!--.*?-->", "", svg, flags=re.S)
-    return f'<p><svg role="img" aria-label="{html.escape(found[1])}" style="max-width: 100%" {svg.strip()}</p>\n'
 
 
 def _tabs(found: re.Match[str]) -> str:

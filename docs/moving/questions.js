@@ -31,7 +31,9 @@ function askFirst(details) {
             reply.textContent = "A number, please.";
             return;
         }
-        reply.textContent = isRight(input.value, asked) ? "Right." : `You said ${input.value}. It is ${asked.answer} ${asked.unit || ""}.`;
+        const right = isRight(input.value, asked);
+        details.dispatchEvent(new CustomEvent("answered", { bubbles: true, detail: { given: input.value, right } }));
+        reply.textContent = right ? "Right." : `You said ${input.value}. It is ${asked.answer} ${asked.unit || ""}.`;
         details.hidden = false;
         details.open = true;
     };

@@ -1,8 +1,10 @@
-"""Give a course: folders for a class, answers checked at once, and how long the timetable's commands take.
+"""Give a course: folders for a class, answers checked at once, a quiz, and how long the timetable's commands take.
 
 python -m tools.course init /project/course --accounts anna ben          # says what it would do; --write does it
 python -m tools.course check --all /project/course/learners              # a table of learners and exercises
 python -m tools.course reset /project/course --accounts ben --numbers 2  # ben's exercise 2 as it was handed out
+python -m tools.course quiz --take 2 --before                            # a learner answers ten questions
+python -m tools.course quiz /project/course/learners                     # what a class knows before and after
 python -m tools.course time                                              # the commands of docs/teaching.md
 """
 
@@ -16,6 +18,8 @@ from pathlib import Path
 
 from tools.course.checking import Bounds, check_all, find_answers, tables
 from tools.course.folders import Action, plan_class, plan_reset
+from tools.course.questions import RUNGS, read_questions
+from tools.course.quiz import quiz_tables, read_class, take
 from tools.course.timetable import commands, seconds_of
 from tools.tables import format_table
 from utils.errors import ArgumentParser, UsageError, int_in_range, run_main
@@ -42,6 +46,12 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     check.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     for way in (check, reset):
         way.add_argument("--numbers", nargs="+", type=int_in_range(1, 99), default=[], metavar="N", help="exercises")
+    quiz = ways.add_parser("quiz", help="ten questions before and after each rung, or the results of a class")
+    quiz.add_argument("folder", type=Path, nargs="?", default=Path(), help="of all learners; with --take: for answers")
+    quiz.add_argument("--take", type=int, choices=RUNGS, metavar="RUNG", help="answer the questions of this rung")
+    moment = quiz.add_mutually_exclusive_group()
+    moment.add_argument("--before", dest="when", action="store_const", const="before", help="the rung")
+    moment.add_argument("--after", dest="when", action="store_const", const="after", help="the rung")
     timed = ways.add_parser("time", help="seconds that the timetable's commands take here")
     timed.add_argument("--only", default="", metavar="WORDS", help="commands that contain these words")
     timed.add_argument("--seconds", type=int_in_range(1, 36000), default=1200, help="after which a command is ended")
@@ -83,6 +93,26 @@ def check_class(options: Namespace) -> int:
     return WRONG_STATUS if any(result.reason for result in results) else 0
 
 
+def hold_quiz(options: Namespace) -> int:
+    """Ask a learner, or show the results of a class; 1 if a file of answers does not count."""
+    if options.take:
+        if options.when is None:
+            raise UsageError(f"quiz --take {options.take}: add --before or --after")
+        questions = read_questions(options.take)[options.when]
+        file = take(options.folder, questions, input, print)
+        print(f"\nYour answers are in {file}.")
+        return 0
+    if options.when:
+        raise UsageError(f"quiz --{options.when} goes with --take")
+    handed, complaints = read_class(options.folder)
+    for line in complaints:
+        print(line, file=sys.stderr)
+    if not handed:
+        raise UsageError(f"{options.folder}: no answers that count")
+    print(quiz_tables(handed))
+    return WRONG_STATUS if complaints else 0
+
+
 def time_commands(options: Namespace) -> int:
     """A table of the timetable's commands; 1 if one fails."""
     chosen = [command for command in commands() if options.only in command]
@@ -105,6 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return carry_out(plan_reset(options.folder, options.accounts, options.numbers), options.write)
     if options.way == "check":
         return check_class(options)
+    if options.way == "quiz":
+        return hold_quiz(options)
     return time_commands(options)
 
 

@@ -25,6 +25,13 @@ def commands(page: Path = PAGE) -> list[str]:
     return listed
 
 
+def minutes_of(name: str, page: Path = PAGE) -> int:
+    """Minutes of the block that teaches a page of docs/. Raises ValueError unless there is one such block."""
+    found = re.findall(rf"^\| \d+:\d\d \| (\d+) \| \[[^\]]+\]\({re.escape(name)}\)", page.read_text(), re.M)
+    (minutes,) = found
+    return int(minutes)
+
+
 def seconds_of(command: str, limit: float) -> float | None:
     """Seconds that a command takes here; None if it fails or is not done after `limit`."""
     environment_path = Path(sys.executable).parent

@@ -1,0 +1,1 @@
+"""Slides for a course, made from the lessons: `make slides`."""

@@ -1,0 +1,240 @@
+"""A quiz before and after a rung: a learner answers, and an instructor sees what a class knows.
+
+Answers are JSON: {"rung", "when", "questions": the mark of what was asked, "time", "answers": {name: text}}. The page
+of the site (docs/moving/quiz.js) saves the same.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tools.course.questions import RUNGS, WHEN, Question, QuestionSet, number, read_questions
+from tools.tables import format_table
+from utils.errors import UsageError, one_line, os_errors_as_usage_errors
+from utils.files import read_json, write_json
+
+PATTERN = "quiz_*.json"
+MOST_BYTES = 2**20  # of a file of answers, which has less than a hundredth of that
+
+
+@dataclass(frozen=True)
+class HandedIn:
+    """Answers of a learner before or after a rung. right: {name of a question: whether its answer is right}."""
+
+    learner: str
+    rung: int
+    when: str
+    time: str
+    right: dict[str, bool]
+
+
+def file_of(folder: Path, questions: QuestionSet) -> Path:
+    """The file of a learner's answers."""
+    return folder / f"quiz_{questions.rung}_{questions.when}.json"
+
+
+# A learner answers.
+
+
+def take(folder: Path, questions: QuestionSet, read: Callable[[str], str], tell: Callable[[str], None]) -> Path:
+    """Ask the questions one by one, each with its answer behind it; returns the file of the answers.
+
+    read: shows a prompt and returns a line. Raises UsageError where there are answers already, or where lines end
+    too early: nothing is written then.
+    """
+    file = file_of(folder, questions)
+    if file.exists():
+        raise UsageError(f"{file}: these questions are answered; the first answers count")
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: no such folder for your answers")
+    tell(f"Ten questions {questions.when} rung {questions.rung}, {questions.title}. An empty line: I do not know.")
+    # Answers are kept in memory until the last one: a file has all of them.
+    answers: dict[str, str] = {}
+    for place, question in enumerate(questions.questions, 1):
+        tell(f"\n{place}. {question.ask}")
+        try:
+            given = _ask(question, read, tell)
+        except EOFError:
+            raise UsageError(f"stopped after {len(answers)} answers: nothing was written") from None
+        answers[question.name] = given
+        verdict = "Right."
+        if not question.is_right(given):
+            answer = f"{question.answer} {question.unit}".rstrip()
+            verdict = f"It is {answer}."
+        tell(f"   {verdict} {question.because} (docs/{question.section})")
+    record = {
+        "rung": questions.rung,
+        "when": questions.when,
+        "questions": questions.mark,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "answers": answers,
+    }
+    write_json(file, record)
+    return file
+
+
+def _ask(question: Question, read: Callable[[str], str], tell: Callable[[str], None]) -> str:
+    """An answer to a question as the page would give it: a choice in full, or a number."""
+    letters = {}
+    for letter, choice in zip("abcdefgh", question.choices, strict=False):
+        letters[letter] = choice
+        tell(f"   {letter}  {choice}")
+    wanted = question.unit or "number"
+    complaint = "   a number, please"
+    if letters:
+        wanted = "/".join(letters)
+        complaint = "   a letter, please"
+    while True:
+        given = read(f"   [{wanted}] ").strip()
+        if not given:
+            return ""
+        letter = given.lower()
+        if letter in letters:
+            return letters[letter]
+        is_number = number(given) is not None
+        if is_number and not letters:
+            return given
+        tell(complaint)
+
+
+# An instructor reads the answers of a class.
+
+
+def read_class(folder: Path) -> tuple[list[HandedIn], list[str]]:
+    """The first answers of each learner before and after each rung, and a line for each file that does not count.
+
+    Raises UsageError where no learner has answered.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: no such folder; it holds one folder for each learner")
+    found: dict[tuple[str, int, str], HandedIn] = {}
+    complaints = []
+    files = list(_files(folder))
+    for learner, file in files:
+        try:
+            handed = _read(learner, file)
+        except UsageError as error:
+            complaints.append(one_line(str(error)))
+            continue
+        key = (learner, handed.rung, handed.when)
+        earlier = found.get(key)
+        if earlier:
+            complaints.append(f"{file}: {learner} has answered these questions twice; the first answers count")
+            if earlier.time <= handed.time:
+                continue
+        found[key] = handed
+    if not files:
+        raise UsageError(f"{folder}: no answers in it, such as anna/quiz_2_after.json")
+    return list(found.values()), complaints
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Learners and their files of answers, in order."""
+    folders = [path for path in folder.iterdir() if path.is_dir()]
+    for own in sorted(folders):
+        for file in sorted(own.rglob(PATTERN)):
+            yield own.name, file
+
+
+def _read(learner: str, file: Path) -> HandedIn:
+    if not file.is_file() or file.stat().st_size > MOST_BYTES:
+        raise UsageError(f"{file}: no file of answers")
+    with os_errors_as_usage_errors():
+        record = read_json(file)
+    rung, when, answers, time = _parts(record, file)
+    questions = read_questions(rung)[when]
+    if record.get("questions") != questions.mark:
+        raise UsageError(f"{file}: answers to other questions than those of docs/questions; it does not count")
+    # What was left out counts as not known, and so does what is no text.
+    right = {}
+    for question in questions.questions:
+        given = answers.get(question.name, "")
+        right[question.name] = isinstance(given, str) and question.is_right(given)
+    return HandedIn(learner, rung, when, time, right)
+
+
+def _parts(record: Any, file: Path) -> tuple[int, str, dict[str, Any], str]:
+    """Rung, when, answers and time of a record, if it has them."""
+    if not isinstance(record, dict):
+        raise UsageError(f"{file}: no answers of a quiz")
+    rung = record.get("rung")
+    when = record.get("when")
+    answers = record.get("answers")
+    has_rung = isinstance(rung, int) and rung in RUNGS
+    has_moment = isinstance(when, str) and when in WHEN
+    has_answers = isinstance(answers, dict)
+    if not (has_rung and has_moment and has_answers):
+        raise UsageError(f"{file}: no answers of a quiz: it lacks a rung, before or after, or the answers")
+    return rung, when, answers, str(record.get("time", ""))
+
+
+# Tables.
+
+
+def quiz_tables(handed: Sequence[HandedIn]) -> str:
+    """A table of questions for each rung, and one of learners."""
+    texts = []
+    for rung in sorted({each.rung for each in handed}):
+        of_rung = [each for each in handed if each.rung == rung]
+        texts.append(_table_of_questions(rung, of_rung))
+    texts.append(_table_of_learners(handed))
+    return "\n\n".join(texts)
+
+
+def _table_of_questions(rung: int, handed: Sequence[HandedIn]) -> str:
+    """Shares of right answers; the gain is of learners who have answered before and after."""
+    sets = read_questions(rung)
+    by_when: dict[str, dict[str, HandedIn]] = {when: {} for when in WHEN}
+    for each in handed:
+        by_when[each.when][each.learner] = each
+    before, after = by_when["before"], by_when["after"]
+    # Learners who missed one of the two would make a gain of what they knew already.
+    both = sorted(before.keys() & after.keys())
+    names = [question.name for question in sets["before"].questions]
+    wanted = {name: [name] for name in names}
+    wanted["all"] = names
+    rows: list[list[Any]] = []
+    for label, chosen in wanted.items():
+        gain = None
+        if both:
+            of_both_before = [before[learner] for learner in both]
+            of_both_after = [after[learner] for learner in both]
+            gain = _percent(of_both_after, chosen) - _percent(of_both_before, chosen)
+        share_before = _percent(before.values(), chosen)
+        share_after = _percent(after.values(), chosen)
+        rows.append([label, share_before, share_after, gain])
+    columns = {f"rung {rung}, right answers": "", "before, %": ".0f", "after, %": ".0f", "gain": "+.0f"}
+    counts = f"{len(before)} learners before, {len(after)} after."
+    gains = f"Gain: percentage points, of the {len(both)} with both."
+    return f"{format_table(columns, rows)}\n\n{counts} {gains}"
+
+
+def _percent(handed, names):
+    """Right answers to these questions, in percent; None where nobody has answered."""
+    verdicts = []
+    for each in handed:
+        verdicts += [each.right[name] for name in names]
+    if not verdicts:
+        return None
+    return 100 * sum(verdicts) / len(verdicts)
+
+
+def _table_of_learners(handed: Sequence[HandedIn]) -> str:
+    """Right answers of each learner."""
+    counts = {}
+    for each in handed:
+        counts[each.learner, each.rung, each.when] = sum(each.right.values())
+    sets = [(rung, when) for rung in RUNGS for when in WHEN]
+    answered = {(each.rung, each.when) for each in handed}
+    asked = [each for each in sets if each in answered]
+    columns = {"learner": ""}
+    for rung, when in asked:
+        columns[f"{when} rung {rung}"] = "d"
+    learners = {each.learner for each in handed}
+    rows: list[list[Any]] = []
+    for learner in sorted(learners):
+        of_learner = [counts.get((learner, rung, when)) for rung, when in asked]
+        rows.append([learner, *of_learner])
+    return format_table(columns, rows)
