@@ -291,6 +291,20 @@ def test_peak_memory_is_the_most_that_is_alive_at_once():
     assert live.memory()["peak"] == 3 * 4000
 
 
+def test_a_tensor_that_is_freed_while_bytes_are_added_up_does_no_harm():
+    """As Python's garbage collection may free one at any time."""
+    tensors = [torch.ones(10), torch.ones(20)]
+
+    class Freeing(set):
+        def __contains__(self, number):
+            tensors.clear()
+            return super().__contains__(number)
+
+    live = Tracker(tensors)
+    assert live.nbytes(Freeing([0])) == 40
+    assert not live.storages
+
+
 def test_what_counts_as_out_of_memory():
     assert all(map(is_out_of_memory, (
         MemoryError(), torch.OutOfMemoryError("CUDA out of memory"),

@@ -50,6 +50,15 @@ def test_options_give_the_same_training(tiny_config, options):
     torch.testing.assert_close(other, plain, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("amp_mode", ["bf16", "fp16"])
+def test_selective_checkpointing_of_several_passes_in_half_precision_trains_alike(tiny_config, amp_mode):
+    """In the second pass of a rollout autocast has the copies of the weights of the first, the recomputation not."""
+    options = {"amp_mode": amp_mode, "rollout_steps": 2}
+    losses, _ = losses_and_weights(tiny_config(**options, activation_checkpointing="selective"), steps=3)
+    torch.testing.assert_close(losses, losses_and_weights(tiny_config(**options), steps=3)[0], rtol=1e-5, atol=0)
+    assert torch.is_autocast_cache_enabled()
+
+
 def test_checkpointing_with_dropout_recomputes_the_same_masks(tiny_config):
     plain = losses_and_weights(tiny_config(dropout=0.3))
     other = losses_and_weights(tiny_config(dropout=0.3, activation_checkpointing="full"))

@@ -2,8 +2,8 @@
 
 import re
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from distributed.parallel_model import transform_forward
 from training.cuda_graphs import check_capture
 from training.determinism import make_repeatable
 from training.float8 import use_float8
-from training.recomputation import checkpointed
+from training.recomputation import Contexts, checkpointed
 from utils import comm
 from utils.errors import UsageError, first_line
 from utils.schema import Config
@@ -151,8 +151,38 @@ def checkpoint_activations(
     Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174); Korthikanti et al. 2022,
     "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198).
     """
-    inner = partial(create_selective_checkpoint_contexts, EXPENSIVE) if selective else None
+    inner = None
+    if selective:
+        # The compiler knows torch's contexts alone, and writes the casts into its graph.
+        inner = kept_results if compiles else kept_results_of_equal_calls
     for block in blocks:
         module = None if compiles else block
         recomputed = partial(checkpointed, module=module, inner=inner, preserve_rng_state=generators)
         transform_forward(block, recomputed)
+
+
+def kept_results() -> Contexts:
+    """The contexts of a call that keeps its expensive results, and of the same call with them."""
+    return create_selective_checkpoint_contexts(EXPENSIVE)
+
+
+def kept_results_of_equal_calls() -> Contexts:
+    """As kept_results, where both calls make the same operations, one by one, which torch counts."""
+    first, second = kept_results()
+    return casting_each_time(first), casting_each_time(second)
+
+
+@contextmanager
+def casting_each_time(inner: AbstractContextManager) -> Iterator[None]:
+    """Inside, autocast casts a weight whenever it is used.
+
+    It would keep the copy of an earlier forward pass, of a rollout or of a block that is used twice. The call in the
+    backward pass does not have it any more: it would make one operation more than the first.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with inner:
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

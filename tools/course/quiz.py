@@ -159,9 +159,9 @@ def _parts(record: Any, file: Path) -> tuple[int, str, dict[str, Any], str]:
     """Rung, when, answers and time of a record, if it has them."""
     if not isinstance(record, dict):
         raise UsageError(f"{file}: no answers of a quiz")
-    rung = record.get("rung")
-    when = record.get("when")
-    answers = record.get("answers")
+    rung: Any = record.get("rung")
+    when: Any = record.get("when")
+    answers: Any = record.get("answers")
     has_rung = isinstance(rung, int) and rung in RUNGS
     has_moment = isinstance(when, str) and when in WHEN
     has_answers = isinstance(answers, dict)

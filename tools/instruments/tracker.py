@@ -102,7 +102,9 @@ class Tracker(Watch):
 
     def nbytes(self, numbers: set[int]) -> int:
         """Bytes of those of these storages that still exist."""
-        return sum(size for number, size, _ in self.storages.values() if number in numbers)
+        # A copy: one that Python's garbage collection frees meanwhile takes its entry out of the dictionary.
+        held = list(self.storages.values())
+        return sum(size for number, size, _ in held if number in numbers)
 
     def on_op(
         self,

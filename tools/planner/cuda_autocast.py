@@ -127,8 +127,8 @@ class CudaAutocast(TorchFunctionMode):
         if not value.is_floating_point() or value.dtype == dtype:
             return value
         # A leaf that takes a gradient counts as a parameter, as in torch.autocast, and its copy is kept.
-        is_parameter = value.is_leaf and value.requires_grad
-        if not is_parameter:
+        is_kept = value.is_leaf and value.requires_grad and torch.is_autocast_cache_enabled()
+        if not is_kept:
             return value.to(dtype)
         if value not in self.copies:
             self.copies[value] = value.to(dtype)

@@ -9,7 +9,7 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._decomp import decomposition_table
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.pipelining.schedules import _PipelineSchedule
@@ -28,6 +29,7 @@ from distributed import attention
 from distributed.collectives import shard_sizes
 from distributed.data_parallel import DataParallelOptions
 from distributed.split import Split
+from tools.planner.fake_norms import norm_kernels
 from utils import comm
 from utils.layout import Layout
 from utils.schema import Config
@@ -36,7 +38,6 @@ from utils.torch_private import storage_id
 
 # How a schedule's method of these messages is called in torch 2.13, and in 2.15; 2.11 has none.
 SHAPE_MESSAGES = ("_warmup_p2p", "_initialize_pipeline_distributed_state")
-LAYER_NORM = torch.ops.aten.native_layer_norm.default
 
 
 @contextmanager
@@ -72,8 +73,13 @@ def fake_rank(
                 stack.enter_context(patch.object(_PipelineSchedule, name, _shapes_are_known))
         stack.enter_context(patch("distributed.data_parallel.replicate", Replica))
         stack.enter_context(patch("torch.distributed.pipelining.stage.DistributedDataParallel", Replica))
-        layer_norm = partial(_layer_norm, device_type)
-        stack.enter_context(patch.dict(op_implementations_dict, {LAYER_NORM: layer_norm}))
+        forget_other_kernels(device_type)
+        norms = norm_kernels(device_type)
+        stack.enter_context(patch.dict(op_implementations_dict, norms))
+        # A decomposition would come before an implementation.
+        stack.enter_context(patch.dict(decomposition_table))
+        for norm in norms:
+            decomposition_table.pop(norm, None)
         stack.enter_context(patch("torch.optim.adam._get_value", lambda value: 1.0))  # it reads the number of steps
         if device_type != "cpu":
             kernel = partial(_gpu_kernel, attention.kernel)
@@ -105,6 +111,12 @@ class CountingFakeMode(FakeTensorMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+@lru_cache(maxsize=1)  # of the last type: the same one again has nothing to forget
+def forget_other_kernels(device_type: str) -> None:
+    """Empty torch's cache of fake results, in which those of norms on another type of device may lie."""
+    FakeTensorMode.cache_clear()
+
+
 def values_are_zero() -> AbstractContextManager[Any]:
     """Inside, what reads the value of a fake tensor gets 0, or True of a truth value; elsewhere it fails."""
     value = property(lambda self: float(self.dtype == torch.bool), lambda self, value: None)
@@ -122,22 +134,6 @@ def _gpu_kernel(choose, q, mask):
     """The kernel that ring attention chooses on a GPU: all fused kernels keep the same tensors."""
     fused = choose(q, mask, "cuda")
     return attention.CpuFlash if fused is not attention.Plain else fused
-
-
-def _layer_norm(device_type, mode, func, x, normalized_shape, weight, bias, eps):
-    """LayerNorm of fake tensors: (output, mean, 1 / standard deviation), the last two in the type that kernels have.
-
-    torch's own stand-in has them in the type of x; kernels have them in float32 on a GPU, and where weights are.
-    """
-    is_wide = device_type != "cpu" or (weight is not None and weight.dtype == torch.float32)
-    dtype = torch.promote_types(x.dtype, torch.float32) if is_wide else x.dtype
-    outer = x.shape[: x.dim() - len(normalized_shape)]
-    shape = (*outer, *[1] * len(normalized_shape))
-    with mode:
-        mean = x.new_empty(shape, dtype=dtype)
-        rstd = x.new_empty(shape, dtype=dtype)
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        return out, mean, rstd
 
 
 @cache
