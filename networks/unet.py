@@ -1,8 +1,7 @@
-"""U-Net from image to image on the globe or in a region, with batch norms.
+"""U-Net from image to image on the globe, with batch norms.
 
 Method: Ronneberger et al. 2015 (arXiv:1505.04597), with BatchNorm after every convolution
-(Ioffe and Szegedy 2015, arXiv:1502.03167). Longitude, the last axis, is periodic on the globe; beyond the poles,
-and around a region, there are zeros.
+(Ioffe and Szegedy 2015, arXiv:1502.03167). Longitude, the last axis, is periodic; beyond the poles there are zeros.
 """
 
 from collections.abc import Sequence
@@ -16,27 +15,26 @@ from networks.vit import NoiseEmbedding
 
 
 class GlobeConv(nn.Module):
-    """Convolution of 3 x 3 points: (B, C, H, W) -> (B, C', H, W). periodic: in longitude; else it meets zeros there."""
+    """Convolution of 3 x 3 points, periodic in longitude: (B, C, H, W) -> (B, C', H, W)."""
 
-    def __init__(self, in_channels: int, out_channels: int, periodic: bool = True):
+    def __init__(self, in_channels: int, out_channels: int):
         super().__init__()
-        self.mode = "circular" if periodic else "constant"
         # Zeros are added along latitude alone: forward continues the image along longitude.
         self.conv = nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=(1, 0), bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, C, H, W) -> (B, C', H, W)."""
-        padded = F.pad(x, (1, 1, 0, 0), mode=self.mode)  # (B, C, H, W + 2)
+        padded = F.pad(x, (1, 1, 0, 0), mode="circular")  # (B, C, H, W + 2)
         return self.conv(padded)
 
 
 class DoubleConv(nn.Sequential):
     """Twice convolution, BatchNorm, ReLU: (B, C, H, W) -> (B, C', H, W)."""
 
-    def __init__(self, in_channels: int, out_channels: int, periodic: bool = True):
+    def __init__(self, in_channels: int, out_channels: int):
         layers: list[nn.Module] = []
         for channels in (in_channels, out_channels):
-            layers.append(GlobeConv(channels, out_channels, periodic))
+            layers.append(GlobeConv(channels, out_channels))
             layers.append(nn.BatchNorm2d(out_channels))
             layers.append(nn.ReLU())
         super().__init__(*layers)
@@ -46,8 +44,7 @@ class UNet(nn.Module):
     """Down by 2 ** levels and up again, with a skip at each level: (B, in_channels, H, W) -> (B, out_channels, H, W).
 
     img_size: (H, W). width: channels on the finest grid, doubled at each level. noise_features: numbers of the noise
-    that the model takes beside an image, and adds to the coarsest grid as an embedding; 0: it takes none. periodic: the
-    columns go around the globe, so that the first is a neighbour of the last.
+    that the model takes beside an image, and adds to the coarsest grid as an embedding; 0: it takes none.
     Raises ValueError where 2 ** levels does not divide H and W.
     """
 
@@ -59,7 +56,6 @@ class UNet(nn.Module):
         width: int = 32,
         levels: int = 2,
         noise_features: int = 0,
-        periodic: bool = True,
     ):
         super().__init__()
         # An image may be cut between the cells of the coarsest grid.
@@ -67,11 +63,11 @@ class UNet(nn.Module):
         if any(points % self.patch_size for points in img_size):
             raise ValueError(f"img_size {list(img_size)} cannot be halved {levels} times")
         widths = [width * 2**level for level in range(levels + 1)]  # channels of each level, the finest first
-        self.first = DoubleConv(in_channels, width, periodic)
+        self.first = DoubleConv(in_channels, width)
         self.pool = nn.MaxPool2d(2)
         self.down = nn.ModuleList()
         for fine, coarse in pairwise(widths):
-            self.down.append(DoubleConv(fine, coarse, periodic))
+            self.down.append(DoubleConv(fine, coarse))
         # Modules draw their weights as they are made, so the order here is that of the random numbers.
         upwards = widths[:0:-1]  # from the coarsest level to the second
         self.up = nn.ModuleList()
@@ -79,7 +75,7 @@ class UNet(nn.Module):
             self.up.append(nn.ConvTranspose2d(channels, channels // 2, kernel_size=2, stride=2))
         self.join = nn.ModuleList()
         for channels in upwards:
-            self.join.append(DoubleConv(channels, channels // 2, periodic))
+            self.join.append(DoubleConv(channels, channels // 2))
         self.head = nn.Conv2d(width, out_channels, kernel_size=1)
         self.noise_embed = NoiseEmbedding(noise_features, widths[-1]) if noise_features else None
 
