@@ -8,6 +8,7 @@ import html
 import json
 import os
 import re
+from functools import cache
 from io import StringIO
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -57,6 +58,9 @@ MOVING = (
 )
 DRAWING = re.compile(r"^!\[([^\]]+)\]\(((?:[\w./]*/)?images/drawings/(\w+)\.svg)\)$", re.M)
 FORMULA = re.compile(r"^\$\$\n(.+)\n\$\$$", re.M)
+# Code, which may have dollars of its own, or a formula within a sentence.
+CODE = r"^(?P<fence>```|~~~).*?^(?P=fence)[^\n]*$|^ {4}[^\n]*$|`[^`\n]+`|<!--.*?-->"
+INLINE = re.compile(rf"{CODE}|\$(?P<tex>[^\s$`](?:[^$`\n]*[^\s$`])?)\$", re.M | re.S)
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 
 
@@ -93,6 +97,7 @@ def on_page_markdown(markdown: str, page: Any, **_given: Any) -> str:
         title, _, animation, rest = markdown.split("\n\n", 3)
         markdown = "\n\n".join([title, HOME.format(animation=animation), rest])
     markdown = FORMULA.sub(_typeset, markdown)
+    markdown = INLINE.sub(_typeset_inline, markdown)
     markdown = DRAWING.sub(_figure, markdown)
     # The two sections of a chapter on running it become tabs of one.
     tabs = r"^## (Run it here)\n(.*?)^## (Run it on Slurm)\n(.*?)(?=^## |\Z)"
@@ -133,7 +138,24 @@ def _figure(found: re.Match[str]) -> str:
 
 
 def _typeset(found: re.Match[str]) -> str:
-    """A formula of TeX as a drawing in the colour of the text; nothing is loaded to show it."""
+    """A formula of TeX as a drawing, in a paragraph of its own."""
+    svg, _ = _draw_formula(found[1])
+    return f'<p><svg role="img" aria-label="{html.escape(found[1])}" style="max-width: 100%" {svg}</p>\n'
+
+
+def _typeset_inline(found: re.Match[str]) -> str:
+    """A formula within a sentence as a drawing on its line; code as it is."""
+    tex = found["tex"]
+    if tex is None:
+        return found[0]
+    svg, depth = _draw_formula(tex)
+    place = f"vertical-align: -{depth:.2f}pt"
+    return f'<svg class="formula" role="img" aria-label="{html.escape(tex)}" style="{place}" {svg}'
+
+
+@cache
+def _draw_formula(tex: str) -> tuple[str, float]:
+    """A formula of TeX as the end of an SVG in the colour of the text, which loads nothing; its depth in points."""
     style: Any = {
         "mathtext.fontset": "stix",
         "savefig.facecolor": "none",
@@ -141,12 +163,13 @@ def _typeset(found: re.Match[str]) -> str:
     }
     drawn = StringIO()
     with matplotlib.rc_context(style):
-        math_to_image(f"${found[1]}$", drawn, FontProperties(size=12), format="svg", color="#010203")
+        depth = math_to_image(f"${tex}$", drawn, FontProperties(size=12), format="svg", color="#010203")
     # The colour stands for that of the text, which only the page knows.
     svg = drawn.getvalue().partition("<svg ")[2].replace("#010203", "currentColor")
     # Metadata hold a date, and a style would count for the whole page.
     svg = re.sub(r"<(metadata|style)[ >].*?</\1>|<!--.*?-->", "", svg, flags=re.S)
-    return f'<p><svg role="img" aria-label="{html.escape(found[1])}" style="max-width: 100%" {svg.strip()}</p>\n'
+    # A blank line would end the paragraph, or the row of a table.
+    return re.sub(r"\s*\n\s*", " ", svg.strip()), float(depth)
 
 
 def _tabs(found: re.Match[str]) -> str:
