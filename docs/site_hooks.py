@@ -126,14 +126,17 @@ def _search_worker(config: Any) -> str:
 
 
 def _figure(found: re.Match[str]) -> str:
-    """A drawing with its caption, and the name of the picture that moves, if it has one."""
+    """A drawing with its caption, and the name of the picture that moves, or a narrow drawing for a phone."""
     words, path, name = found.groups()
     moving = f' data-picture="{name}"' if name in MOVING else ""
     caption = words[0].upper() + words[1:]
     box = f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(words)}">'
+    image = f'<img alt="{html.escape(words)}" src="{path}">'
+    if not moving:
+        narrow = path.replace(".svg", "_narrow.svg")
+        image = f'<picture><source media="(max-width: 44.9em)" srcset="{narrow}">{image}</picture>'
     return (
-        f'<figure class="drawing"{moving}>{box}<img alt="{html.escape(words)}" src="{path}"></div>'
-        f"<figcaption>{html.escape(caption)}.</figcaption></figure>"
+        f'<figure class="drawing"{moving}>{box}{image}</div><figcaption>{html.escape(caption)}.</figcaption></figure>'
     )
 
 

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 from docs import explorer_data
-from docs.drawings.__main__ import DRAWINGS, FOLDER
+from docs.drawings.__main__ import DRAWINGS, FOLDER, NARROW, drawings
 from docs.site_hooks import INLINE, MOVING, _draw_formula
 from tests.support.browser import MISPLACED, open_chromium
 from utils.config import SCRIPTS, load_config
@@ -89,11 +89,13 @@ def test_a_plain_formula_is_found_and_code_is_none():
 def test_drawings_are_those_of_their_code_and_each_is_shown():
     pages = "".join(page.read_text() for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
     assert len(DRAWINGS) >= 12
-    assert {file.stem for file in FOLDER.glob("*.svg")} == {draw.__name__ for draw in DRAWINGS}
-    for draw in DRAWINGS:
-        text = (FOLDER / f"{draw.__name__}.svg").read_text()
-        assert text == draw().svg(), f"make drawings: {draw.__name__}"
-        assert f"images/drawings/{draw.__name__}.svg" in pages, draw.__name__
+    drawn = drawings()
+    assert {file.stem for file in FOLDER.glob("*.svg")} == set(drawn)
+    assert {draw.__name__ for draw in NARROW} == {draw.__name__ for draw in DRAWINGS} - set(MOVING)
+    for name, drawing in drawn.items():
+        text = (FOLDER / f"{name}.svg").read_text()
+        assert text == drawing.svg(), f"make drawings: {name}"
+        assert f"images/drawings/{name.removesuffix('_narrow')}.svg" in pages, name
         ElementTree.fromstring(text)
         assert "prefers-color-scheme: dark" in text and "href=" not in text
 
@@ -170,22 +172,29 @@ def test_pages_fit_on_wide_and_narrow_screens(site, browser, tmp_path_factory):
 def test_drawings_have_captions_and_readable_type_on_a_phone(site, browser):
     page = browser.new_page(viewport={"width": 400, "height": 900})
     moving = set()
-    for name in ("ranks_and_collectives", *LESSONS):
-        page.goto(f"file://{site}/{name}.html")
+    narrow = set()
+    pages = [file for file in site.rglob("*.html") if 'class="drawing"' in file.read_text()]
+    assert len(pages) >= 9
+    for file in pages:
+        page.goto(file.as_uri())
         figures = page.locator("figure.drawing").all()
-        assert figures, name
+        assert figures, file
         for figure in figures:
             assert len(figure.locator("figcaption").inner_text()) > 10
             if figure.get_attribute("data-picture"):
                 moving.add(figure.get_attribute("data-picture"))
                 assert figure.locator("[role=group] svg").is_visible() and not figure.locator("img").is_visible()
                 continue
-            # As wide as its file says: the type of the file is that of the screen.
-            drawn = FOLDER / Path(figure.locator("img").get_attribute("src")).name
+            # The narrow drawing is shown whole, and its type is at least 11 px.
+            image = figure.locator("img")
+            drawn = FOLDER / Path(image.evaluate("each => each.currentSrc")).name
+            narrow.add(drawn.stem.removesuffix("_narrow"))
             width = int(re.search(r' width="(\d+)"', drawn.read_text())[1])
-            assert figure.locator("img").bounding_box()["width"] == pytest.approx(width)
-            assert min(map(int, re.findall(r'font-size="(\d+)"', drawn.read_text()))) >= 11
-    assert moving == set(MOVING)
+            shown = image.bounding_box()
+            assert drawn.stem.endswith("_narrow") and shown["x"] + shown["width"] <= 400, drawn.name
+            sizes = map(int, re.findall(r'font-size="(\d+)"', drawn.read_text()))
+            assert min(sizes) * shown["width"] / width >= 11, drawn.name
+    assert moving == set(MOVING) and narrow == {draw.__name__ for draw in NARROW}
 
 
 @pytest.mark.slow("a browser takes seconds to start")
