@@ -150,7 +150,7 @@ def at_one_level(data):
 
 
 REFUSALS = {
-    "an unknown variable": (None, ("t2m", "u1o"), r"has no variable 'u1o' \(did you mean 'u10'\?\); it holds t2m"),
+    "an unknown variable": (None, ("t2m", "uu10"), r"has no variable 'uu10' \(did you mean 'u10'\?\); it holds t2m"),
     "none of them": (None, ("precipitation",), "holds none of precipitation; it has t2m, u10, swh"),
     "a level that is not there": (at_one_level, ("t:250",), "t has no level 250: it has 500, 850"),
     "levels, and none is asked for": (at_one_level, ("t",), "t has the levels 500, 850: ask for some of them, 't:500'"),

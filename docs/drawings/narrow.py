@@ -49,12 +49,12 @@ def _four_images(d: Drawing, y: float, rung: int) -> None:
 def step_time() -> Drawing:
     """Where the time of a step goes, and what reading ahead changes."""
     d = Drawing(WIDTH, 290, "Time of a training step, without and with a thread that reads ahead")
-    work = [("a", 34), ("a", 50), ("c", 26)]
+    work = [("a", 32), ("a", 46), ("c", 24)]
     d.words(12, 18, "Without: the device waits for each batch", size=12, bold=True)
     d.words(12, 49, "device", size=12)
     d.words(12, 79, "reader", size=12)
     for step in range(2):
-        x = 60.0 + 140 * step
+        x = 60.0 + 134 * step
         d.box(x, 68, 30, 22, "", "b")
         for fill, width in [("wait", 30), *work]:
             d.box(x, 38, width, 22, "", fill)
@@ -168,7 +168,7 @@ def mesh() -> Drawing:
     )
     for node in range(2):
         y = 26 + node * 112
-        d.words(12, y - 10, f"node {node}", size=13, bold=True)
+        d.words(56, y - 10, f"node {node}", size=13, bold=True)
         d.box(8, y, 324, 64, "", "wait")
         for local in range(4):
             x = 16 + local * 80
