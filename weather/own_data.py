@@ -81,6 +81,7 @@ class OwnData:
 
     def _common_dates(self) -> np.ndarray:
         times = [np.unique(holders.times) for holders in self.index.holders.values()]
+        # A frame needs all of its channels.
         common = reduce(np.intersect1d, times)
         addresses = ", ".join(dict.fromkeys(store.address for store in self.stores))
         if not len(common):
@@ -129,6 +130,7 @@ class OwnData:
         field = fields[problem.frame]
         date = minute(times[problem.frame])
         where = f"{store.address}: {name}, {date}"
+        # A whole field of NaN was never written; some points are often land.
         if np.isnan(field).all():
             raise UsageError(f"{where}: is NaN at every point: was it never written? Leave it out, or {FILL}")
         mend = FILL if not np.isfinite(field).all() or "fill value" in problem.text else self._mend(request)

@@ -24,10 +24,12 @@ def check_latitudes(latitude: np.ndarray, units: str, where: str) -> None:
     if abs(latitude).max() > 90:
         worst = latitude[abs(latitude).argmax()]
         raise UsageError(f"{where} is {worst:g}: give degrees, -90 to 90")
+    # NaN was refused above, so every step has a sign.
     steps = np.diff(latitude)
     is_monotonic = (steps > 0).all() or (steps < 0).all()
     if not is_monotonic:
         raise UsageError(f"{where} neither increases nor decreases from row to row: sort it (xarray: sortby)")
+    # A row that was left out makes one step much longer than its neighbours.
     sizes = np.abs(steps)
     growth = np.maximum(sizes[1:] / sizes[:-1], sizes[:-1] / sizes[1:])
     if len(growth) and growth.max() > MOST_GROWTH:
@@ -51,6 +53,7 @@ def order_longitudes(longitude: np.ndarray, where: str) -> tuple[int, np.ndarray
     # From each column to the next one, and from the last to the first: once around the globe.
     following = np.roll(around, -1)
     steps = (following - around) % CIRCLE
+    # Files of 0 to 360 sometimes hold Greenwich twice.
     same = np.flatnonzero((steps < 1e-6) | (steps > CIRCLE - 1e-6))
     if len(same):
         column = int(same[0])
@@ -59,14 +62,17 @@ def order_longitudes(longitude: np.ndarray, where: str) -> tuple[int, np.ndarray
             f"{where} is {longitude[column]:g} and {longitude[other]:g}, the same place, in columns {column} and "
             f"{other}: keep one of them (xarray: isel)"
         )
+    # Columns that run westward go around many times.
     if abs(steps.sum() - CIRCLE) > 1e-3:
         raise UsageError(f"{where} does not run eastward: sort it (xarray: sortby)")
 
     step = float(np.median(steps))
     margin = ROUNDING * step + 1e-4
+    # What is left out of the circle is the longest step, if anything is.
     gap = int(steps.argmax())
     is_circle = steps[gap] <= step + margin
     first = int(around.argmin()) if is_circle else (gap + 1) % len(longitude)
+    # The steps of the image, without the one back to its first column.
     inside = np.roll(steps, -first)[:-1]
     uneven = np.flatnonzero(np.abs(inside - step) > margin)
     ordered = np.roll(around, -first)[0] + np.concatenate([[0], np.cumsum(inside)])

@@ -46,6 +46,7 @@ def parse_requests(texts: Iterable[str]) -> list[Request]:
         match = REQUEST.fullmatch(text)
         if match is None:
             raise UsageError(f"--variables {text}: {FORM}")
+        # What stands before the equals sign is the user's, the rest is of the file.
         variable = match["variable"]
         given = match["name"] or ""
         for level in _parse_levels(text, match["levels"]):
@@ -68,8 +69,10 @@ def _make_request(variable: str, given: str, stated: float | None) -> Request:
     meaning = meaning_of(name)
     quantity = meaning.quantity if meaning is not None else ""
     level_of_name = meaning.level if meaning is not None else None
+    # z500:850 would say two things.
     if stated is not None and level_of_name not in (None, stated):
         raise UsageError(f"--variables {variable}:{stated:g}: {name} is of the level {level_of_name}: give one of them")
+    # A level may stand in the name alone: z500.
     level = level_of_name if stated is None else stated
     # A name that the user gave stays, unless it is known, and its level completes it.
     at_level = "" if level is None else f"{level:g}"

@@ -46,6 +46,7 @@ class OwnStore(Store):
         """Why a request is not met here: the end of a message."""
         name = request.variable
         fields = self.fields.get(name, [])
+        # The variable itself is not there, or only its level is not.
         if not fields:
             others = [str(each) for each, variable in self.source.variables.items() if variable.ndim >= 2]
             return f"has no variable '{name}'{nearest(name, others)}; it holds {', '.join(others) or 'no fields'}"
@@ -67,6 +68,7 @@ class OwnStore(Store):
             name = find_name(variables, request)
             if name is not None:
                 found[name] = variables[name]
+        # The fields may lie in groups of the source.
         if not found:
             self._check_groups()
             held = [name for name, variable in variables.items() if variable.ndim >= 2]
@@ -81,6 +83,7 @@ class OwnStore(Store):
 
     def _check_one_grid(self, found: dict[str, xarray.Variable]) -> None:
         """Raise UsageError where two variables have different rows or columns."""
+        # Variables on other rows or columns would be mixed up point by point.
         grids: dict[tuple[str, ...], str] = {}
         for name, variable in found.items():
             known = []
@@ -133,6 +136,7 @@ class OwnStore(Store):
         # A file of one instant may have no dimension for it.
         if len(self.times) > 1:
             needed.add(self.axes["time"])
+        # Orography and masks have no dates.
         lacking = needed - set(variable.dims)
         if lacking:
             listed = ", ".join(map(str, variable.dims))
@@ -189,6 +193,7 @@ def find_name(variables: Variables, request: Request) -> str | None:
         return lowered[0]
     if request.is_renamed or not request.quantity:
         return None
+    # 2m_temperature answers to t2m.
     ranks: dict[str, int] = {}
     for name in variables:
         meaning = meaning_of(name)

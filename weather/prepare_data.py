@@ -71,6 +71,7 @@ def prepare_data(
     addresses = dict.fromkeys(store.address for store in data.stores)
     attributes = {"made_from": " ".join(addresses)}
     writer = DataSetWriter(Path(out), dates, data.channels, data.grid, settings, TITLE, attributes)
+    # Look for all that will be read before anything is written.
     if writer.missing:
         data.check()
 
@@ -85,6 +86,7 @@ def prepare_data(
 
 def split_by_share(dates: np.ndarray, shares: Sequence[float]) -> dict[str, np.ndarray]:
     """{split: its dates}, one after the other. shares: of SPLITS. Raises UsageError for too few dates."""
+    # Shares need not add up to 100.
     ends = np.cumsum(shares) / np.sum(shares) * len(dates)
     first, second, _ = ends.round().astype(int)
     parts = np.split(dates, [first, second])
@@ -143,6 +145,7 @@ def _describe(out: Path, data: OwnData, split: Mapping[str, np.ndarray]) -> None
     )
     for name, dates in split.items():
         print(f"{name}: {len(dates)} dates, {show(dates[0])} to {show(dates[-1])}")
+    # What a run will note of these files is said now.
     img_size = [len(latitude), len(longitude)]
     for name in SPLITS:
         dataset = FieldDataset(out / name, len(data.channels), img_size)
