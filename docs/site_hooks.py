@@ -14,7 +14,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from docs import explorer_data, glossary, quiz_page, traces
-from docs.typeset import FORMULA, typeset
+from docs.typeset import typeset_all
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {
@@ -88,7 +88,7 @@ def on_page_markdown(markdown: str, page: Any, **_given: Any) -> str:
         # README begins with its title, a paragraph and a picture.
         title, _, animation, rest = markdown.split("\n\n", 3)
         markdown = "\n\n".join([title, HOME.format(animation=animation), rest])
-    markdown = FORMULA.sub(lambda found: typeset(found[1]), markdown)
+    markdown = typeset_all(markdown)
     markdown = DRAWING.sub(_figure, markdown)
     # The two sections of a chapter on running it become tabs of one.
     tabs = r"^## (Run it here)\n(.*?)^## (Run it on Slurm)\n(.*?)(?=^## |\Z)"
@@ -117,14 +117,17 @@ def _search_worker(config: Any) -> str:
 
 
 def _figure(found: re.Match[str]) -> str:
-    """A drawing with its caption, and the name of the picture that moves, if it has one."""
+    """A drawing with its caption, and the name of the picture that moves, or a narrow drawing for a phone."""
     words, path, name = found.groups()
     moving = f' data-picture="{name}"' if name in MOVING else ""
     caption = words[0].upper() + words[1:]
     box = f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(words)}">'
+    image = f'<img alt="{html.escape(words)}" src="{path}">'
+    if not moving:
+        narrow = path.replace(".svg", "_narrow.svg")
+        image = f'<picture><source media="(max-width: 44.9em)" srcset="{narrow}">{image}</picture>'
     return (
-        f'<figure class="drawing"{moving}>{box}<img alt="{html.escape(words)}" src="{path}"></div>'
-        f"<figcaption>{html.escape(caption)}.</figcaption></figure>"
+        f'<figure class="drawing"{moving}>{box}{image}</div><figcaption>{html.escape(caption)}.</figcaption></figure>'
     )
 
 

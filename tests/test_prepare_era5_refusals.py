@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.era5_examples import H, W, build, convert, reference_hours, save_netcdf, save_zarr, wb2_regridded
 from tests.support.refusals import refusal
-from weather import year_files
+from weather import data_set_writer
 
 
 def put(data, name, value, **where):
@@ -204,7 +204,9 @@ def test_bad_settings_write_nothing(tmp_path, change, message):
 
 
 def test_a_disk_too_small_is_refused_before_writing(tmp_path, monkeypatch):
-    monkeypatch.setattr(year_files.shutil, "disk_usage", lambda path: SimpleNamespace(free=33 * 20 * H * W * 4 - 1))
+    monkeypatch.setattr(
+        data_set_writer.shutil, "disk_usage", lambda path: SimpleNamespace(free=33 * 20 * H * W * 4 - 1)
+    )
     with refusal("GB free"):
         convert(wb2_regridded(tmp_path), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -15,8 +15,9 @@ from xml.etree import ElementTree
 import pytest
 
 from docs import explorer_data
-from docs.drawings.__main__ import DRAWINGS, FOLDER
+from docs.drawings.__main__ import DRAWINGS, FOLDER, NARROW, drawings
 from docs.site_hooks import MOVING
+from docs.typeset import INLINE, draw_formula
 from tests.support.browser import MISPLACED, open_chromium
 from utils.config import SCRIPTS, load_config
 
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.timeout(900)  # the first test builds the site, and cou
 
 ROOT = Path(__file__).parents[1]
 LESSONS = ["one_device", "data_parallel", "model_parallel", "domain_parallel"]
+PAGES = sorted([ROOT / "README.md", ROOT / "exercises/README.md", *ROOT.glob("docs/**/*.md")])
 HEADINGS = ["The idea", "The code", "Run it here", "Run it on Slurm", "What you should see", "What goes wrong"]
 HEADINGS += ["Exercises", "Questions"]
 
@@ -48,26 +50,53 @@ def test_a_lesson_is_short_has_its_parts_and_its_reference(name):
 
 
 def test_numbers_worked_into_formulas_are_right():
-    """The parts of each equation that have no letters are equal, to their three digits."""
+    """The parts of each equation that have no letters are equal, to their three digits; of a definition all have."""
     formulas = [
         text for page in ROOT.glob("docs/**/*.md") for text in re.findall(r"^\$\$\n(.*)\n\$\$$", page.read_text(), re.M)
     ]
-    assert len(formulas) >= 6
+    worked = 0
     for formula in formulas:
         code = re.sub(r"\\dfrac\{(.*?)\}\{(.*?)\}", r"(\1)/(\2)", re.sub(r"\\;\\mathrm\{\w+\}", "", formula))
         parts = [part.replace(r"\times", "*").replace("^", "**") for part in code.split("=")]
         numbers = [eval(part) for part in parts if not re.search("[a-zA-Z]", part)]
-        assert len(numbers) >= 2 and numbers == pytest.approx(numbers[-1:] * len(numbers), rel=5e-3), formula
+        worked += len(numbers) >= 2
+        assert len(numbers) != 1 and numbers == pytest.approx(numbers[-1:] * len(numbers), rel=5e-3), formula
+    assert worked >= 6
+
+
+# Fractions with letters, powers, products with a difference: 2 (n-1)/n N D, 12 D², 1/N, M (M - 1).
+PLAIN_FORMULA = r"\([A-Za-z] ?- ?1\)|[A-Za-z][²³]|\b[A-Z]\^\d|\b\d*[A-Z]/[A-Z]\b|(?<![\w/])\d+/[A-Zcknt]\b|\bsqrt\("
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_formulas_in_sentences_are_typeset(page):
+    """None is left as plain text, and matplotlib can draw those that are there."""
+    text = page.read_text()
+    for found in INLINE.finditer(text):
+        if found["tex"]:
+            svg, depth = draw_formula(found["tex"])
+            assert "currentColor" in svg and 0 <= depth < 20, found[0]
+    without = re.sub(r"^\$\$\n.*?^\$\$$", "", INLINE.sub("", text), flags=re.S | re.M)
+    assert re.findall(PLAIN_FORMULA, without) == []
+
+
+def test_a_plain_formula_is_found_and_code_is_none():
+    for text in ("it sends 2 (n-1)/n N D", "12 D² weights", "8P/N", "1/N of it", "M (M - 1)", "4 sqrt(H W / n)"):
+        assert re.search(PLAIN_FORMULA, text), text
+    text = "`a$b$` and $2n$\n\n```bash\n$x$\n```\n\n    echo $A$B\n"
+    assert [found["tex"] for found in INLINE.finditer(text) if found["tex"]] == ["2n"]
 
 
 def test_drawings_are_those_of_their_code_and_each_is_shown():
     pages = "".join(page.read_text() for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
     assert len(DRAWINGS) >= 12
-    assert {file.stem for file in FOLDER.glob("*.svg")} == {draw.__name__ for draw in DRAWINGS}
-    for draw in DRAWINGS:
-        text = (FOLDER / f"{draw.__name__}.svg").read_text()
-        assert text == draw().svg(), f"make drawings: {draw.__name__}"
-        assert f"images/drawings/{draw.__name__}.svg" in pages, draw.__name__
+    drawn = drawings()
+    assert {file.stem for file in FOLDER.glob("*.svg")} == set(drawn)
+    assert {draw.__name__ for draw in NARROW} == {draw.__name__ for draw in DRAWINGS} - set(MOVING)
+    for name, drawing in drawn.items():
+        text = (FOLDER / f"{name}.svg").read_text()
+        assert text == drawing.svg(), f"make drawings: {name}"
+        assert f"images/drawings/{name.removesuffix('_narrow')}.svg" in pages, name
         ElementTree.fromstring(text)
         assert "prefers-color-scheme: dark" in text and "href=" not in text
 
@@ -99,7 +128,11 @@ def test_the_site_holds_every_page_and_needs_nothing_from_elsewhere(site):
         )
         assert not re.search(r"<p>\s*(torchrun|sbatch|python|make) ", text), f"{page}: a command is no paragraph"
     lesson = (site / "data_parallel.html").read_text()
-    assert lesson.count('<svg role="img"') == 3 and "$$" not in lesson  # formulas
+    assert lesson.count('<p><svg role="img"') == 3 and "$$" not in lesson  # formulas of their own
+    assert lesson.count('<svg class="formula" role="img"') >= 25
+    for page in pages:
+        words_of_page = re.sub(r"<(code|script|style|svg)\b.*?</\1>", "", page.read_text(), flags=re.S)
+        assert "code/" in str(page) or not re.search(r"\$[^$\s<][^$<]*\$", words_of_page), f"{page}: a raw formula"
     assert "Run it on Slurm</label>" in lesson  # a tab
     assert 'href="code/distributed/data_parallel.py.html"' in lesson
     assert len(re.findall(r'<abbr title="[^"]+" tabindex="?0"?>all-reduce', lesson)) == 1
@@ -140,22 +173,29 @@ def test_pages_fit_on_wide_and_narrow_screens(site, browser, tmp_path_factory):
 def test_drawings_have_captions_and_readable_type_on_a_phone(site, browser):
     page = browser.new_page(viewport={"width": 400, "height": 900})
     moving = set()
-    for name in ("ranks_and_collectives", *LESSONS, "ensembles"):
-        page.goto(f"file://{site}/{name}.html")
+    narrow = set()
+    pages = [file for file in site.rglob("*.html") if 'class="drawing"' in file.read_text()]
+    assert len(pages) >= 9
+    for file in pages:
+        page.goto(file.as_uri())
         figures = page.locator("figure.drawing").all()
-        assert figures, name
+        assert figures, file
         for figure in figures:
             assert len(figure.locator("figcaption").inner_text()) > 10
             if figure.get_attribute("data-picture"):
                 moving.add(figure.get_attribute("data-picture"))
                 assert figure.locator("[role=group] svg").is_visible() and not figure.locator("img").is_visible()
                 continue
-            # As wide as its file says: the type of the file is that of the screen.
-            drawn = FOLDER / Path(figure.locator("img").get_attribute("src")).name
+            # The narrow drawing is shown whole, and its type is at least 11 px.
+            image = figure.locator("img")
+            drawn = FOLDER / Path(image.evaluate("each => each.currentSrc")).name
+            narrow.add(drawn.stem.removesuffix("_narrow"))
             width = int(re.search(r' width="(\d+)"', drawn.read_text())[1])
-            assert figure.locator("img").bounding_box()["width"] == pytest.approx(width)
-            assert min(map(int, re.findall(r'font-size="(\d+)"', drawn.read_text()))) >= 11
-    assert moving == set(MOVING)
+            shown = image.bounding_box()
+            assert drawn.stem.endswith("_narrow") and shown["x"] + shown["width"] <= 400, drawn.name
+            sizes = map(int, re.findall(r'font-size="(\d+)"', drawn.read_text()))
+            assert min(sizes) * shown["width"] / width >= 11, drawn.name
+    assert moving == set(MOVING) and narrow == {draw.__name__ for draw in NARROW}
 
 
 @pytest.mark.slow("a browser takes seconds to start")

@@ -193,7 +193,8 @@ def draw_map(axes: Axes, field: np.ndarray, grid: Grid, style: Style) -> AxesIma
     for line in coastlines():
         lines += [line, line + (360, 0)]
     axes.add_collection(LineCollection(lines, colors="black", linewidths=0.5), autolim=False)
-    axes.set(xticks=range(0, 361, 60), yticks=range(-90, 91, 30))
+    if grid.is_global:
+        axes.set(xticks=range(0, 361, 60), yticks=range(-90, 91, 30))
     axes.set(xlim=(west, east), ylim=(south, north))
     return image
 

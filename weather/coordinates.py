@@ -146,7 +146,7 @@ def _read(file: StoredArrays, name: str, axis: Axis) -> np.ndarray:
         raise UsageError(f"{where} is not in degrees, -{axis.largest} to {axis.largest}")
     # A mesh has a latitude for each point; a regular one repeats the same values.
     values = _one_of_each(stored, axis, where) if is_mesh else stored
-    _check_degrees(values, units, axis, where)
+    check_degrees(values, units, axis, where)
     if axis is LATITUDE:
         _check_monotonic(values, where)
     else:
@@ -165,7 +165,7 @@ def _one_of_each(mesh: np.ndarray, axis: Axis, where: str) -> np.ndarray:
     return values
 
 
-def _check_degrees(values: np.ndarray, units: str, axis: Axis, where: str) -> None:
+def check_degrees(values: np.ndarray, units: str, axis: Axis, where: str) -> None:
     """Raise UsageError where values are in radians, or look so."""
     says_radians = units.startswith("rad")
     # A region of a few rows may lie at the equator; one that states degrees may do so with any number of them.

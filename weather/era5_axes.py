@@ -99,7 +99,9 @@ def _regrid_hint(ours: str, variables: Variables) -> str:
         is_curved = name.lower() in names and variable.ndim == 2
         is_unstructured = not set(variable.dims).isdisjoint(UNSTRUCTURED)
         if ours != "time" and (is_curved or is_unstructured):
-            return "; a regular grid of latitudes and longitudes is needed: regrid it (cdo remapbil)"
+            axes = ", ".join(map(str, variable.dims))
+            shape = f"its {name} has the dimensions {axes}"
+            return f"; {shape}; a regular grid of latitudes and longitudes is needed: regrid it (cdo remapbil)"
     return ""
 
 
@@ -123,7 +125,7 @@ def read_times(address: str, axes: Axes, variables: Variables) -> np.ndarray:
 def _name_of_dates(address: str, axis: str | None, variables: Variables) -> str:
     """The variable with the dates of a dimension: `time` may be when a forecast began, and valid_time when it holds."""
     if axis not in variables:
-        raise UsageError(f"{address}: its dimension {axis} has no dates")
+        raise UsageError(f"{address}: its dimension {axis} has no dates: give it a coordinate (xarray: assign_coords)")
     assert axis is not None
     names, _ = DIMENSIONS["time"]
     for other in names:
@@ -215,7 +217,7 @@ def minute(time: np.datetime64) -> str:
 def read_numbers(address: str, name: str | None, variables: Variables) -> np.ndarray:
     """The values of a coordinate, (N,) float64, rounded. Raises UsageError if the dimension has none."""
     if name not in variables:
-        raise UsageError(f"{address}: its dimension {name} has no values")
+        raise UsageError(f"{address}: its dimension {name} has no values: give it a coordinate (xarray: assign_coords)")
     assert name is not None
     decoded = decode_cf_variable(name, variables[name], decode_times=False)
     values = decoded.values.reshape(-1).astype(np.float64)

@@ -13,7 +13,7 @@ import numpy as np
 from weather.era5_store import Store
 from weather.grid import HOUR
 
-STEP = 6 * HOUR  # from one frame to the next that will be asked for
+SIX_HOURS = 6 * HOUR
 Levels = tuple[float | None, ...]
 Place = tuple[int, str, Levels]  # number of a store, quantity, levels
 NONE = np.timedelta64(0, "s")
@@ -31,6 +31,7 @@ class BlockReader:
     """Reads frames of stores, and keeps what was decoded with them.
 
     fields: number of fields (quantities at levels) of one frame, so that blocks of all of them are within `most` bytes.
+    step: from one frame to the next that will be asked for; every frame, where it is a second.
     """
 
     def __init__(
@@ -38,9 +39,11 @@ class BlockReader:
         stores: Sequence[Store],
         fields: int,
         most: int,
+        step: np.timedelta64 = SIX_HOURS,
     ):
         self.stores = stores
         self.most = most
+        self.step = step
         points = len(stores[0].latitude) * len(stores[0].longitude)
         self.frame_bytes = 4 * fields * points
         self.most_frames = max(1, most // self.frame_bytes)
@@ -95,11 +98,11 @@ class BlockReader:
         return kept
 
     def _frames_ahead(self, store: Store, frames: np.ndarray, chunk: int) -> np.ndarray:
-        """Frames of the chunk of the first one: those asked for, and those that lie six-hourly behind it."""
+        """Frames of the chunk of the first one: those asked for, and those that lie whole steps behind it."""
         first = int(frames[0])
         end = (first // chunk + 1) * chunk
         dates = store.times[first:end]
-        is_wanted = (dates - dates[0]) % STEP == NONE
+        is_wanted = (dates - dates[0]) % self.step == NONE
         asked = frames[frames < end]
         is_wanted[asked - first] = True
         wanted = first + np.flatnonzero(is_wanted)

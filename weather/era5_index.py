@@ -7,11 +7,11 @@ import numpy as np
 
 from utils.errors import UsageError
 from weather.era5_axes import minute
-from weather.era5_blocks import BlockReader
+from weather.era5_blocks import SIX_HOURS, BlockReader
 from weather.era5_names import describe
 from weather.era5_store import Store, describe_stores
 
-Needed = Mapping[str, Sequence[int | None]]  # {quantity: its levels in hPa, None for the surface}
+Needed = Mapping[str, Sequence[float | None]]  # {quantity: its levels in hPa, None for the surface}
 SHOWN = 3  # sources in a message
 KEPT_BYTES = 2 * 2**30  # of decoded frames, at most
 
@@ -43,7 +43,7 @@ class Reading:
     """
 
     quantity: str
-    levels: Sequence[int | None]
+    levels: Sequence[float | None]
     values: np.ndarray
     sources: np.ndarray
 
@@ -69,7 +69,7 @@ class Reading:
 class Index:
     """The Holders of all needed quantities and levels, and what is read through them.
 
-    derived: humidity is derived, of which messages speak.
+    derived: humidity is derived, of which messages speak. step: as for a BlockReader.
     Raises UsageError if no source holds one of them, or holds it in other units or dimensions.
     """
 
@@ -79,20 +79,21 @@ class Index:
         needed: Needed,
         derived: bool = False,
         kept_bytes: int = KEPT_BYTES,
+        step: np.timedelta64 = SIX_HOURS,
     ):
         self.stores = stores
         self.needed = needed
         self.derived = derived
         # A frame has a field for each quantity at each level.
         fields = sum(len(levels) for levels in needed.values())
-        self.blocks = BlockReader(stores, fields, kept_bytes)
-        self.holders: dict[tuple[str, int | None], Holders] = {}
+        self.blocks = BlockReader(stores, fields, kept_bytes, step)
+        self.holders: dict[tuple[str, float | None], Holders] = {}
         self._by_numbers: dict[tuple[int, ...], Holders] = {}
         for quantity, levels in needed.items():
             for level in levels:
                 self.holders[quantity, level] = self._find_holders(quantity, level)
 
-    def _find_holders(self, quantity: str, level: int | None) -> Holders:
+    def _find_holders(self, quantity: str, level: float | None) -> Holders:
         numbers = []
         for number, store in enumerate(self.stores):
             if store.holds(quantity, level):
@@ -171,7 +172,7 @@ class Index:
 
     def _check_parts(self, times: np.ndarray) -> None:
         """Look for parts that were never written, in the sources that hold an instant alone."""
-        parts: dict[int, list[tuple[str, int | None, np.ndarray]]] = {}
+        parts: dict[int, list[tuple[str, float | None, np.ndarray]]] = {}
         for (quantity, level), holders in self.holders.items():
             first, counts = holders.find(times)
             # Where another source holds the instant too, NaN may stand in this one.

@@ -65,6 +65,7 @@ def conversion(subject: str, theirs: str, ours: str) -> tuple[float, float]:
 
 
 def describe(quantity: str, level: float | None) -> str:
-    """A quantity at a level (hPa), by the two names that it is best known by."""
-    names = " or ".join(QUANTITIES[quantity].names[:2])
+    """A quantity at a level (hPa), by the two names that it is best known by; an unknown one by its own."""
+    known = QUANTITIES[quantity].names[:2] if quantity in QUANTITIES else (quantity,)
+    names = " or ".join(known)
     return names if level is None else f"{names} at {level} hPa"

@@ -7,13 +7,14 @@ import xarray
 
 from utils.errors import UsageError
 from weather.channels import QUANTITIES
-from weather.era5_axes import find_axes, level_units, minute, read_numbers, read_times
+from weather.era5_axes import Axes, find_axes, level_units, minute, read_numbers, read_times
 from weather.era5_fields import VERSIONS, Field, find_fields, read_field
 from weather.era5_names import conversion, meaning_of, units_of
 from weather.era5_open import open_source
 from weather.era5_source import Source, reading_quietly
 
 SHOWN = 12  # names and levels in a message
+REGION = "; python -m weather.prepare_data makes data of a region"
 Part = tuple[Field, list[int]]  # a variable, and the indices of the levels that are wanted of it
 
 
@@ -31,7 +32,7 @@ class Store:
         self.source = _as_source(address, opened)
         with reading_quietly(f"{address}: its coordinates"):
             self._find_axes()
-            self.fields = find_fields(self.source.variables, self.axes, self.levels)
+            self.fields = self._find_fields()
 
     def find(self, quantity: str, level: float | None = None) -> Field | None:
         """The variable that holds a quantity (at a level in hPa), None if there is none."""
@@ -112,16 +113,27 @@ class Store:
 
     def _find_axes(self) -> None:
         """Find dates, levels, rows and columns."""
+        self.axes = self._locate_axes()
+        self.times = read_times(self.address, self.axes, self.source.variables)
+        self.levels = self._read_levels()
+        self._read_grid()
+
+    def _locate_axes(self) -> Axes:
+        """The names of the dimensions of time, level, latitude and longitude."""
         variables = self.source.variables
         named = [variable for name, variable in variables.items() if meaning_of(name)]
         # The root of a store of groups has no fields, and often no dimensions.
         if not named:
             self._check_groups()
-        self.axes = find_axes(self.address, variables, named)
-        self.times = read_times(self.address, self.axes, variables)
-        self.levels = self._read_levels()
+        return find_axes(self.address, variables, named)
 
-        # Rows and columns, as they are promised.
+    def _find_fields(self) -> dict[str, list[Field]]:
+        """{quantity: its Fields, the best name first}."""
+        return find_fields(self.source.variables, self.axes, self.levels)
+
+    def _read_grid(self) -> None:
+        """Find rows and columns, as they are promised."""
+        variables = self.source.variables
         latitude = read_numbers(self.address, self.axes["latitude"], variables)
         self.is_south_first = bool(latitude[0] < latitude[-1])
         self.latitude = latitude[::-1] if self.is_south_first else latitude
@@ -184,13 +196,15 @@ class Store:
         even = longitude[0] + 360 / width * np.arange(width)
         is_whole_circle = np.allclose(longitude, even, atol=1e-3) and longitude[0] < 360 / width
         if width < 2 or not is_whole_circle:
-            raise UsageError(f"{self.address}: its {width} longitudes do not go once around the globe in equal steps")
+            raise UsageError(
+                f"{self.address}: its {width} longitudes do not go once around the globe in equal steps{REGION}"
+            )
         # Some grids leave the poles out, by at most a step.
         steps = -np.diff(self.latitude)
         is_falling = len(steps) > 0 and steps.min() > 0  # nor is it, where one is NaN
         is_from_pole_to_pole = is_falling and np.ptp(self.latitude) + 2 * steps.max() >= 180
         if not is_from_pole_to_pole or abs(self.latitude).max() > 90:
-            raise UsageError(f"{self.address}: its {len(self.latitude)} latitudes do not go from pole to pole")
+            raise UsageError(f"{self.address}: its {len(self.latitude)} latitudes do not go from pole to pole{REGION}")
 
 
 def open_stores(address: str) -> list[Store]:

@@ -17,11 +17,16 @@ class Grid(NamedTuple):
     @property
     def is_global(self) -> bool:
         """Tell whether the points are of the whole globe, and not of a region."""
+        height = np.ptp(self.latitude)
+        return bool(height >= 150 and self.goes_around)
+
+    @property
+    def goes_around(self) -> bool:
+        """Tell whether the columns go around the globe, so that the first is a neighbour of the last."""
         width = len(self.longitude)
         # From the first column to the last there is one step less than around the globe.
         circle = np.ptp(self.longitude) * width / max(1, width - 1)
-        height = np.ptp(self.latitude)
-        return bool(height >= 150 and circle >= 350)
+        return bool(circle >= 350)
 
 
 def latitudes(height: int) -> np.ndarray:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from utils.errors import UsageError, reading
+from utils.files import whole_file
 from weather.channels import channel_key
 from weather.data_check import describe_problem
 from weather.store_path import StorePath
@@ -16,6 +17,7 @@ from weather.value_check import ValueCheck
 from weather.year_data import YearFile
 from weather.year_reader import open_year
 
+STATS = ("global_means", "global_stds", "time_means", "change_stds")
 CHUNK_BYTES = 64e6  # of frames held in memory at a time
 
 
@@ -120,6 +122,28 @@ def training_statistics(
         sums.change_stds()[:, None, None],
     ]
     return [array[None].astype(np.float32) for array in arrays]
+
+
+def write_statistics(
+    years: Sequence[Path | StorePath],
+    folder: Path,
+    checks_values: bool = True,
+) -> list[Path]:
+    """Write those statistics of year files that are not in a folder yet; returns their files.
+
+    checks_values: whether frames are held against the ranges of their channels.
+    """
+    # One pass over the years gives all statistics.
+    values = training_statistics(years, checks_values)
+    written = []
+    for name, value in zip(STATS, values, strict=True):
+        path = folder / f"{name}.npy"
+        if path.exists():
+            continue
+        with whole_file(path) as part, open(part, "wb") as file:
+            np.save(file, value)
+        written.append(path)
+    return written
 
 
 def _follows(year: YearFile, axis: TimeAxis | None) -> np.ndarray:

@@ -7,35 +7,26 @@
     OUT/stats/time_means.npy         (1, C, H, W) float32, the climatology of the training years
     OUT/stats/change_stds.npy        (1, C, 1, 1) float32, of the change from one training frame to the next
 
-A file gets its name when it is complete, and stores the settings it was made with. Making the same data set again
-therefore writes only the missing files. sample_data.py and prepare_era5.py supply the frames.
+data_set_writer.py writes them; sample_data.py and prepare_era5.py supply the frames.
 """
 
-import json
-import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
-from tqdm import tqdm
 
-from utils.errors import ArgumentParser, UsageError, first_line, int_in_range, run_main
-from utils.files import whole_file
+from utils.errors import ArgumentParser, UsageError, int_in_range, run_main
 from weather.channels import CHANNELS
+from weather.data_set_writer import SPLITS, Constant, DataSetWriter
 from weather.dataset import FieldDataset
 from weather.grid import Grid, frame_times, year_frames
-from weather.hdf5_file import is_hdf5, open_hdf5
 from weather.remote_store import RemoteOptions, add_remote_options
-from weather.store_path import StorePath, data_path, parse_years
-from weather.training_statistics import chunks, training_statistics
+from weather.store_path import data_path, parse_years
+from weather.training_statistics import write_statistics
 from weather.year_reader import open_year, year_paths
 
-SPLITS = ("train", "valid", "test")
-STATS = ("global_means", "global_stds", "time_means", "change_stds")
-Constant = Mapping[str, tuple[str, np.ndarray]]
 FrameReader = Callable[[int, int, int], np.ndarray]  # (year, first, count): frames (count, C, H, W)
 
 
@@ -59,13 +50,11 @@ def year_file_parser(
     return parser
 
 
-class YearFileWriter:
-    """The year files of one data set: the constructor checks the settings, `make` writes.
+class YearFileWriter(DataSetWriter):
+    """The year files of one data set, of six-hourly frames of CHANNELS, as a DataSetWriter writes them.
 
-    out: folder. splits: the years of SPLITS. days: of each year, 0 for all.
-    grid: of all frames. settings: everything else that the values depend on (JSON).
-    title: identifies the kind of data. attributes: for every file. Files of other data or settings are never touched.
-    Raises UsageError for bad settings, a year in two splits, other data in `out` or too little disk space.
+    splits: the years of SPLITS. days: of each year, 0 for all. The others are those of DataSetWriter.
+    Raises UsageError for a year in two splits, and as DataSetWriter does.
     """
 
     def __init__(
@@ -78,143 +67,25 @@ class YearFileWriter:
         title: str,
         attributes: dict[str, Any],
     ):
-        self.out = Path(out)
-        self.grid = grid
-        self.settings = settings
-        self.attributes = {"title": title, **attributes}
-        self.frames: dict[Path, int] = {}  # frames of each year file
+        folder = Path(out)
+        dates: dict[Path, np.ndarray] = {}
         for year, split in _split_years(splits).items():
-            path = self.out / split / f"{year:04d}.h5"
-            self.frames[path] = 4 * days or year_frames(year)
-        self.stats = [self.out / "stats" / f"{name}.npy" for name in STATS]
-
-        # What is there already must be of this data set, or nothing is touched.
-        there: list[Path] = []
-        for split in SPLITS:
-            there += (self.out / split).glob("*.h5")
-        for path in sorted(there):
-            if path not in self.frames or _read_origin(path) != (title, settings):
-                raise UsageError(f"{path}: is other data, or of other settings: choose another folder")
-        self.missing = [path for path in self.frames if not path.exists()]
-        has_no_year = len(self.missing) == len(self.frames)
-        if has_no_year and any(path.exists() for path in self.stats):
-            raise UsageError(f"{self.out / 'stats'} holds statistics of other data: choose another folder")
-        self._check_disk()
-
-    def _check_disk(self) -> None:
-        """Raise UsageError where the disk is too small for the files that are missing."""
-        parents = [self.out, *self.out.absolute().parents]
-        folder = next(parent for parent in parents if parent.exists())
-        frame_bytes = 4 * len(CHANNELS) * len(self.grid.latitude) * len(self.grid.longitude)
-        # The statistics are as large as a frame, which holds the climatology.
-        frames = sum(self.missing_years().values()) + 1
-        need = frame_bytes * frames
-        free = shutil.disk_usage(folder).free
-        if need > free:
-            raise UsageError(f"{self.out}: needs {need / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB free")
+            frames = 4 * days or year_frames(year)
+            path = folder / split / f"{year:04d}.h5"
+            dates[path] = frame_times(year, 0, frames)
+        super().__init__(folder, dates, CHANNELS, grid, settings, title, attributes)
 
     def missing_years(self) -> dict[int, int]:
         """{year: number of frames} of the year files that `make` will write."""
-        return {int(path.stem): self.frames[path] for path in self.missing}
+        return {int(path.stem): len(self.dates[path]) for path in self.missing}
 
     def make(self, read_frames: FrameReader, constant: Constant | None = None) -> int:
-        """Write the missing files and print a summary line; returns the number of year files written.
+        """As `write`, of frames that are read by year: read_frames(year, first, count) counts from 1 January."""
 
-        read_frames(year, first, count) returns frames (count, C, H, W), `first` counted from 1 January.
-        constant: fields that do not change with time, for every file: {name: (units, (H, W) values)}.
-        Raises OSError if `out` cannot be written.
-        """
-        # Files that are whole stay: a second call only completes the set.
-        described = self._write(read_frames, constant or {})
-        files = [*self.frames, *self.stats]
-        size = sum(path.stat().st_size for path in files)
-        news = "complete, nothing to do" if described and not self.missing else f"{len(self.missing)} made"
-        frames = sum(self.frames.values())
-        print(f"{self.out}: {len(self.frames)} files ({news}), {frames} frames, {size / 1e6:.1f} MB")
-        return len(self.missing)
+        def read_file(path: Path, first: int, count: int) -> np.ndarray:
+            return read_frames(int(path.stem), first, count)
 
-    def _write(self, read_frames: FrameReader, constant: Constant) -> bool:
-        """Write the missing year files and statistics; returns whether the statistics were there already."""
-        # New training years change the statistics.
-        if any(path.parent.name == "train" for path in self.missing):
-            for path in self.stats:
-                path.unlink(missing_ok=True)  # they describe other training years than there are from here on
-        total = sum(self.missing_years().values())
-        with tqdm(total=total, unit="frame", disable=None) as progress:
-            for path in self.missing:
-                year = int(path.stem)
-                # A file gets its name when all of it is on disk.
-                with whole_file(path) as part, open_hdf5(part, "w") as file:
-                    fields = self._describe(file, year, self.frames[path], constant)
-                    # Not all frames of a year fit in memory at once.
-                    for first, count in chunks(fields):
-                        fields[first : first + count] = read_frames(year, first, count)
-                        progress.update(count)
-        described = all(path.exists() for path in self.stats)
-        if not described:
-            training_years = [path for path in self.frames if path.parent.name == "train"]
-            write_statistics(training_years, self.out / "stats")
-        return described
-
-    def _describe(
-        self,
-        file: h5py.File,
-        year: int,
-        frames: int,
-        constant: Constant,
-    ) -> h5py.Dataset:
-        """Write everything but the fields into a year file; returns the empty dataset of the fields."""
-        latitude, longitude = self.grid
-        dates = frame_times(year, 0, frames)
-        hours = dates.astype("datetime64[h]").astype(np.float64)
-        scales: dict[str, tuple[Sequence[Any] | np.ndarray, str | None]] = {
-            "time": (hours, "hours since 1970-01-01"),
-            "channel": ([channel.name for channel in CHANNELS], None),
-            "latitude": (latitude, "degrees_north"),
-            "longitude": (longitude, "degrees_east"),
-        }
-        shape = [len(values) for values, _ in scales.values()]
-        fields = file.create_dataset("fields", shape, "f4")
-
-        # Each axis of the fields has its coordinates as a scale, by which other programs know it.
-        for axis, (name, (values, units)) in enumerate(scales.items()):
-            file[name] = values
-            if units:
-                file[name].attrs["units"] = units
-            file[name].make_scale(name)
-            fields.dims[axis].attach_scale(file[name])
-        file["channel_units"] = [channel.units for channel in CHANNELS]
-        file["channel_units"].dims[0].attach_scale(file["channel"])
-        # Fields that do not change have no axis of time.
-        for name, (units, values) in constant.items():
-            file[name] = values.astype(np.float32)
-            file[name].attrs["units"] = units
-            for axis, scale in enumerate(("latitude", "longitude")):
-                file[name].dims[axis].attach_scale(file[scale])
-        file.attrs.update({**self.attributes, "settings": json.dumps(self.settings)})
-        return fields
-
-
-def write_statistics(
-    years: Sequence[Path | StorePath],
-    folder: Path,
-    checks_values: bool = True,
-) -> list[Path]:
-    """Write those statistics of year files that are not in a folder yet; returns their files.
-
-    checks_values: whether frames are held against the ranges of their channels.
-    """
-    # One pass over the years gives all statistics.
-    values = training_statistics(years, checks_values)
-    written = []
-    for name, value in zip(STATS, values, strict=True):
-        path = folder / f"{name}.npy"
-        if path.exists():
-            continue
-        with whole_file(path) as part, open(part, "wb") as file:
-            np.save(file, value)
-        written.append(path)
-    return written
+        return self.write(read_file, constant)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -256,27 +127,6 @@ def _split_years(years_of_splits: Sequence[Iterable[int]]) -> dict[int, str]:
     if "train" not in years.values():
         raise UsageError("no training year")
     return years
-
-
-def _read_origin(path):
-    """The title and settings that a year file was made with, None if it has none.
-
-    Raises UsageError for a file that cannot be read: it may be one of these, and whole.
-    """
-    try:
-        if not is_hdf5(path):
-            return None, None
-        with open_hdf5(path) as file:
-            # Files of others have no such attributes.
-            title = file.attrs.get("title")
-            settings = file.attrs.get("settings")
-    except OSError as error:
-        cause = first_line(error)
-        raise UsageError(f"{path}: cannot be read: {cause}: move it away, and it is made again") from error
-    try:
-        return title, json.loads(settings)
-    except (ValueError, TypeError):
-        return title, None
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.drawings import data_parallel, domain_parallel, ensembles, first_lessons, model_parallel, one_device
+from docs.drawings import data_parallel, domain_parallel, ensembles, first_lessons, model_parallel, narrow, one_device
 from docs.drawings.canvas import Drawing
 
 FOLDER = Path(__file__).parents[1] / "images" / "drawings"  # the pages show its files
@@ -30,13 +30,33 @@ DRAWINGS: tuple[Callable[[], Drawing], ...] = (
     ensembles.crps,
 )
 
+# For a phone, of those that have no picture to step through on the site: NAME_narrow.svg.
+NARROW: tuple[Callable[[], Drawing], ...] = (
+    narrow.image_to_tokens,
+    narrow.ladder,
+    narrow.step_time,
+    narrow.buffers,
+    narrow.rollout,
+    narrow.resharding,
+    narrow.zero_stages,
+    narrow.mesh,
+    narrow.sequence_parallel,
+    narrow.tiles,
+)
+
+
+def drawings() -> dict[str, Drawing]:
+    """{name of its file: drawing}, the wide ones and the narrow ones."""
+    drawn = {draw.__name__: draw() for draw in DRAWINGS}
+    return drawn | {f"{draw.__name__}_narrow": draw() for draw in NARROW}
+
 
 def main() -> None:
     """Write them, each to the file of its name."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     # Drawings are text that git can compare, so they are kept in the repository.
-    for draw in DRAWINGS:
-        (FOLDER / f"{draw.__name__}.svg").write_text(draw().svg())
+    for name, drawing in drawings().items():
+        (FOLDER / f"{name}.svg").write_text(drawing.svg())
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 from markdown import markdown
 
 from docs.slides.pages import FOLDER, Part, Section, paragraph_of, read_sections
-from docs.typeset import typeset
+from docs.typeset import typeset, typeset_sentences
 from utils.errors import UsageError, nearest, reported_as_usage_error
 from utils.files import read_text
 from utils.yaml_files import parse_yaml
@@ -105,7 +105,8 @@ def as_html(part: Part) -> str:
 
 def _markdown(text: str) -> str:
     """Markdown as HTML; links become their words, since they lead nowhere from a slide."""
-    return markdown(LINK.sub(r"\1", text), extensions=["tables"])
+    words = LINK.sub(r"\1", text)
+    return markdown(typeset_sentences(words), extensions=["tables"])
 
 
 def _answer(part: Part) -> str:

@@ -18,6 +18,7 @@ from training.ensemble import VALIDATION, draw_noise, members_of_ranks, own_memb
 from training.ensemble_metrics import EnsembleMetrics
 from training.losses import loss_weights, relative_l2, weighted_squared_error
 from training.metrics import ForecastMetrics
+from training.region import check_columns
 from training.results import skill_table
 from training.rollout import Network, Rollout
 from training.tasks.task import Task, Validator
@@ -67,7 +68,7 @@ class ForecastTask(Task):
         valid.check_step_like(train)
         self._described = train.description.names, train.description.grid.latitude
         self._train = train
-        self.notes = [*train.notes(), *valid.notes()]
+        self.notes = [*train.notes(), *valid.notes(), *check_columns(config, train.description.grid)]
         # Weights for channels that the data lack are refused now, not in the first step.
         if config.loss != "relative_l2":
             loss_weights(config, *self._described)

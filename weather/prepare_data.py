@@ -1,0 +1,184 @@
+"""Turn NetCDF, GRIB or Zarr of your own into data for training: any variables, any region, any time step.
+
+    python -m weather.prepare_data region.nc --variables t2m u10 z:500 --out data/region
+    python -m weather.prepare_data months/*.nc --variables rain=tp sst --valid_from 2019-01-01 --test_from 2020-01-01
+
+    OUT/{train,valid,test}/1990-2015.h5   fields [time, channel, lat, lon] float32, rows from the north, in one file
+                                          for each split, from its first year to its last
+    OUT/stats/*.npy                       of the training dates alone
+    OUT/config.yaml                       what train.py has to know of them
+
+Variables that era5.yaml knows, by any of their names, get our name and units, and must be within their range. The
+others keep their own. The command can be repeated: what is whole stays.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from utils.errors import ArgumentParser, UsageError, float_in_range, int_in_range, run_main
+from weather.data_set_writer import SPLITS, DataSetWriter
+from weather.dataset import FieldDataset
+from weather.grid import years_of
+from weather.own_config import write_own_config
+from weather.own_data import OwnData
+from weather.own_requests import parse_requests
+from weather.time_axis import show
+
+VERSION = 1  # of the conversion; another version makes other values
+TITLE = "Own data for training"
+SHARES = (80.0, 10.0, 10.0)  # percent of the dates
+FEWEST = 2  # frames that make a sample
+
+
+def prepare_data(
+    sources: Iterable[Path | str],
+    variables: Iterable[str],
+    out: Path | str,
+    shares: Sequence[float] = SHARES,
+    valid_from: np.datetime64 | None = None,
+    test_from: np.datetime64 | None = None,
+    coarsen: int = 1,
+) -> int:
+    """Write the channels `variables` of `sources` (NetCDF and GRIB files, Zarr stores) to the folder `out`.
+
+    variables: as parse_requests takes them. shares: of the dates in train, valid and test, one after the other.
+    valid_from, test_from: the first dates of valid and test in their place. coarsen: side of the square blocks of
+    points that are averaged.
+    Returns the number of files written. Raises UsageError for sources or settings that cannot be used, other data in
+    `out` and too little disk space, before anything is written; for values that are no data when they are read.
+    """
+    requests = parse_requests(variables)
+    data = OwnData([str(source) for source in sources], requests, coarsen)
+    split = split_by_share(data.dates, shares)
+    if valid_from is not None or test_from is not None:
+        split = split_by_date(data.dates, valid_from, test_from)
+    dates = _name_files(Path(out), split)
+
+    # What the values depend on is stored with them: other settings are other data.
+    corners = [float(axis[place]) for axis in data.grid for place in (0, -1)]
+    parts = [[show(part[0]), show(part[-1]), len(part)] for part in split.values()]
+    settings: dict[str, Any] = {
+        "version": VERSION,
+        "variables": [[request.name, request.variable, request.level] for request in requests],
+        "units": [channel.units for channel in data.channels],
+        "img_size": [len(axis) for axis in data.grid],
+        "corners": corners,
+        "splits": parts,
+    }
+    addresses = dict.fromkeys(store.address for store in data.stores)
+    attributes = {"made_from": " ".join(addresses)}
+    writer = DataSetWriter(Path(out), dates, data.channels, data.grid, settings, TITLE, attributes)
+    # Look for all that will be read before anything is written.
+    if writer.missing:
+        data.check()
+
+    def read_frames(path: Path, first: int, count: int) -> np.ndarray:
+        return data.frames(dates[path][first : first + count])
+
+    made = writer.write(read_frames)
+    _describe(Path(out), data, split)
+    write_own_config(Path(out), data.grid, [channel.name for channel in data.channels])
+    return made
+
+
+def split_by_share(dates: np.ndarray, shares: Sequence[float]) -> dict[str, np.ndarray]:
+    """{split: its dates}, one after the other. shares: of SPLITS. Raises UsageError for too few dates."""
+    # Shares need not add up to 100.
+    ends = np.cumsum(shares) / np.sum(shares) * len(dates)
+    first, second, _ = ends.round().astype(int)
+    parts = np.split(dates, [first, second])
+    return _checked(dict(zip(SPLITS, parts, strict=True)), dates)
+
+
+def split_by_date(
+    dates: np.ndarray,
+    valid_from: np.datetime64 | None,
+    test_from: np.datetime64 | None,
+) -> dict[str, np.ndarray]:
+    """{split: its dates}: before valid_from, from there on, from test_from on. Raises UsageError."""
+    if valid_from is None or test_from is None:
+        raise UsageError("--valid_from and --test_from belong together: give both, or --shares")
+    if valid_from >= test_from:
+        raise UsageError(f"--valid_from {show(valid_from)} is not before --test_from {show(test_from)}")
+    places = np.searchsorted(dates, [valid_from, test_from])
+    parts = np.split(dates, places)
+    return _checked(dict(zip(SPLITS, parts, strict=True)), dates)
+
+
+def _checked(split: dict[str, np.ndarray], dates: np.ndarray) -> dict[str, np.ndarray]:
+    """The split. Raises UsageError where a part has no pair of frames."""
+    for name, part in split.items():
+        if len(part) < FEWEST:
+            raise UsageError(
+                f"{name} would have {len(part)} of the {len(dates)} dates, {show(dates[0])} to {show(dates[-1])}, "
+                f"and a sample takes {FEWEST} frames: give more files, or other --shares, --valid_from and --test_from"
+            )
+    return split
+
+
+def _name_files(out: Path, split: Mapping[str, np.ndarray]) -> dict[Path, np.ndarray]:
+    """{file: its dates}: one file for each split, so that no sample is lost between two files."""
+    files = {}
+    for name, dates in split.items():
+        years = years_of(dates[[0, -1]])
+        first, last = years.tolist()
+        stem = f"{first:04d}" if first == last else f"{first:04d}-{last:04d}"
+        files[out / name / f"{stem}.h5"] = dates
+    return files
+
+
+def _describe(out: Path, data: OwnData, split: Mapping[str, np.ndarray]) -> None:
+    """Print the channels, the grid and the splits, and what the trainer will assume of them."""
+    named = []
+    for channel in data.channels:
+        units = f" ({channel.units})" if channel.units else ""
+        named.append(f"{channel.name}{units}")
+    print(f"channels: {', '.join(named)}")
+    latitude, longitude = data.grid
+    kind = "the globe" if data.grid.is_global else "a region"
+    print(
+        f"grid: {len(latitude)} x {len(longitude)} points of {kind}, latitude {latitude[0]:g} to {latitude[-1]:g}, "
+        f"longitude {longitude[0]:g} to {longitude[-1]:g}"
+    )
+    for name, dates in split.items():
+        print(f"{name}: {len(dates)} dates, {show(dates[0])} to {show(dates[-1])}")
+    # What a run will note of these files is said now.
+    img_size = [len(latitude), len(longitude)]
+    for name in SPLITS:
+        dataset = FieldDataset(out / name, len(data.channels), img_size)
+        for note in dataset.notes():
+            print(note)
+        dataset.close()
+
+
+def _date(text: str) -> np.datetime64:
+    try:
+        return np.datetime64(text, "s")
+    except ValueError:
+        raise UsageError(f"date '{text}': write 2019-01-01 or 2019-01-01T06") from None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line; raises UsageError for arguments that make no data."""
+    parser = ArgumentParser(prog="python -m weather.prepare_data", description=__doc__.partition("\n")[0])
+    option = parser.add_argument
+    option("sources", metavar="SOURCE", nargs="+", help="NetCDF or GRIB file, Zarr store (folder or URL)")
+    names = "names in the file, with levels, or with a name of yours: t2m z:500,850 rain=tp"
+    option("--variables", metavar="NAME", nargs="+", required=True, help=names)
+    option("--out", required=True, help="folder")
+    share = float_in_range(0.1, 1e6)
+    three = ("TRAIN", "VALID", "TEST")
+    parts = "of the dates, one part after the other (80 10 10)"
+    option("--shares", type=share, nargs=3, default=SHARES, metavar=three, help=parts)
+    option("--valid_from", type=_date, metavar="DATE", help="first date of the validation, in place of --shares")
+    option("--test_from", type=_date, metavar="DATE", help="first date of the test")
+    coarsen = "average over N x N points"
+    option("--coarsen", type=int_in_range(1, 10_000), default=1, metavar="N", help=coarsen)
+    prepare_data(**vars(parser.parse_args(argv)))
+
+
+if __name__ == "__main__":
+    run_main(main)
