@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tools.forecasting.lead_times import metrics_by_lead_time
 from tools.forecasting.spectra import spread
 from tools.tables import format_table
 from training.ensemble_metrics import QUANTILES, EnsembleMetrics
-from training.results import FORECASTS
 
 Scores = dict[str, dict[str, dict[str, Any]]]  # {score: {forecast: {channel: values by lead time}}}
 OF_MODEL = ("spread", "spread_skill", "rank_histogram")
@@ -20,7 +20,7 @@ class LeadTimeEnsembles:
     """Scores of the model's members at each lead time, and of persistence and climatology as ensembles of one.
 
     The CRPS of a single forecast is its mean absolute error, so a deterministic model, persistence and climatology are
-    compared with an ensemble in one number. statistics: of the output channels. latitude: (H,) degrees.
+    compared with an ensemble in one number. Arguments as of metrics_by_lead_time.
     """
 
     def __init__(
@@ -30,11 +30,8 @@ class LeadTimeEnsembles:
         statistics: Sequence[np.ndarray],
         device: torch.device,
     ):
-        means, stds, time_means = map(torch.from_numpy, statistics)
-        self.climatology = ((time_means - means) / stds).to(device)
-        self.metrics: dict[str, list[EnsembleMetrics]] = {}  # of each forecast, one for each lead time
-        for name in FORECASTS:
-            self.metrics[name] = [EnsembleMetrics(latitude, stds, self.climatology) for _ in range(steps)]
+        made = metrics_by_lead_time(EnsembleMetrics, steps, latitude, statistics, device)
+        self.climatology, self.metrics = made
 
     def update(self, step: int, start: Tensor, members: Tensor, truth: Tensor) -> None:
         """Add a batch at a step of the rollout, counted from 0.

@@ -11,11 +11,10 @@ from torch import Tensor
 from distributed.parallel_model import ParallelModel
 from tools.forecasting.dated_frames import DatedFrames
 from tools.forecasting.ensembles import LeadTimeEnsembles, Scores
+from tools.forecasting.lead_times import LeadTimeSkill, Skill
 from tools.forecasting.output_files import forecast_dataset, write_netcdf
 from tools.forecasting.spectra import LeadTimeSpectra, Spectra
 from training.ensemble import FORECAST, draw_noise, own_members, repeat_members, whole_members
-from training.metrics import ForecastMetrics
-from training.results import FORECASTS
 from training.step import autocast
 from training.tasks.forecast import rollout_of
 from utils import comm
@@ -26,7 +25,6 @@ from weather.grid import HOUR, Grid
 
 HOURS_BEFORE_1970 = 10**9  # more than any date of data
 Example = tuple[np.ndarray, np.ndarray]
-Skill = dict[str, dict[str, dict[str, list[float]]]]  # {score: {forecast: {channel: value at each lead time}}}
 
 
 @dataclass
@@ -205,50 +203,3 @@ def lead_times(config: Config, interval: int, lead_hours: int) -> list[int]:
             f"{config.n_out_channels}, not enough for a second step; give --lead_hours {step}"
         )
     return list(range(step, lead_hours + 1, step))
-
-
-class LeadTimeSkill:
-    """RMSE and ACC of the model, of persistence and of climatology at each lead time, over all starts of all ranks.
-
-    statistics: of the output channels. latitude: (H,) degrees.
-    """
-
-    def __init__(
-        self,
-        steps: int,
-        latitude: np.ndarray,
-        statistics: Sequence[np.ndarray],
-        device: torch.device,
-    ):
-        means, stds, time_means = map(torch.from_numpy, statistics)
-        self.climatology = ((time_means - means) / stds).to(device)
-        self.metrics: dict[str, list[ForecastMetrics]] = {}  # of each forecast, one for each lead time
-        for name in FORECASTS:
-            self.metrics[name] = [ForecastMetrics(latitude, stds, self.climatology) for _ in range(steps)]
-
-    def update(self, step: int, start: Tensor, forecast: Tensor, truth: Tensor) -> None:
-        """Add the errors of a batch at a step of the rollout, counted from 0.
-
-        start (the initial state), forecast, truth: whole images, (B, C, H, W), normalised.
-        """
-        forecasts = {
-            "model": forecast,
-            "persistence": start,
-            "climatology": self.climatology.expand_as(truth),
-        }
-        for name, field in forecasts.items():
-            self.metrics[name][step].update(field, truth)
-
-    def compute(self, names: Sequence[str]) -> Skill:
-        """{"rmse": {forecast: {channel: value at each lead time}}, "acc": the same without climatology}.
-
-        RMSE is in physical units. names: of the channels. All ranks call this together.
-        """
-        scores: Skill = {"rmse": {}, "acc": {}}
-        for forecast, metrics in self.metrics.items():
-            by_lead = [m.compute() for m in metrics]
-            for score, values in zip(scores, zip(*by_lead, strict=True), strict=True):
-                by_channel = torch.stack(values, dim=1).tolist()
-                scores[score][forecast] = dict(zip(names, by_channel, strict=True))
-        del scores["acc"]["climatology"]  # climatology has no anomaly
-        return scores
