@@ -1,6 +1,7 @@
 """forecast.py with an ensemble: the same members in every layout, their files, scores and pictures."""
 
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ from tests.conftest import words_of
 from tests.support.launch import outcome
 from tests.support.refusals import refusal
 from tools.forecasting.ensembles import LeadTimeEnsembles
-from training.ensemble_metrics import QUANTILES
+from tools.forecasting.forecast_file import ForecastFile
 from training.metrics import latitude_weights
+from training.rollout import Rollout
+from weather.climate_quantiles import QUANTILES
 
 MEMBERS = 3
 WORDS = ["--lead_hours=18", "--starts=2"]
@@ -66,6 +69,26 @@ def test_members_have_a_dimension_and_are_the_scored_ones(serial, sample_folder)
         assert np.shape(skill["rank_histogram"]["model"][channel]) == (3, MEMBERS + 1)
         np.testing.assert_allclose(np.sum(skill["rank_histogram"]["model"][channel], 1), 1, rtol=1e-5)
         assert np.shape(skill["brier"]["climatology"][channel]) == (3, len(QUANTILES))
+
+
+def test_a_lead_time_is_in_the_file_before_the_next_is_computed(run, tmp_path, monkeypatch):
+    """So a forecast holds the fields of one lead time, however long it is."""
+    fields_written, seen = [], []
+    write, steps = ForecastFile.write, Rollout.steps
+
+    def noted_write(self, step, fields):
+        write(self, step, fields)
+        fields_written.append(weakref.ref(fields))
+
+    def noted_steps(self, *arguments, **options):
+        alive = [field for field in fields_written if field() is not None]
+        seen.append((len(fields_written), len(alive) <= 1))
+        return steps(self, *arguments, **options)
+
+    monkeypatch.setattr(ForecastFile, "write", noted_write)
+    monkeypatch.setattr(Rollout, "steps", noted_steps)
+    forecast_of(run, tmp_path)
+    assert seen == [(before, True) for before in range(6)]  # two starts of three steps
 
 
 def test_pictures_and_table_show_the_ensemble(serial, run, tmp_path, capsys):

@@ -6,6 +6,7 @@
     OUT/stats/global_stds.npy        (1, C, 1, 1) float32, of the training years only
     OUT/stats/time_means.npy         (1, C, H, W) float32, the climatology of the training years
     OUT/stats/change_stds.npy        (1, C, 1, 1) float32, of the change from one training frame to the next
+    OUT/stats/quantiles.npy          (3, C, H, W) float32, of each point over 100 training frames or more
 
 A file gets its name when it is complete, and stores the settings it was made with. Making the same data set again
 therefore writes only the missing files. sample_data.py and prepare_era5.py supply the frames.
@@ -25,6 +26,7 @@ from tqdm import tqdm
 from utils.errors import ArgumentParser, UsageError, first_line, int_in_range, run_main
 from utils.files import whole_file
 from weather.channels import CHANNELS
+from weather.climate_quantiles import FILE, LEAST_FRAMES, QUANTILES, climate_quantiles
 from weather.dataset import FieldDataset
 from weather.grid import Grid, frame_times, year_frames
 from weather.hdf5_file import is_hdf5, open_hdf5
@@ -87,6 +89,9 @@ class YearFileWriter:
             path = self.out / split / f"{year:04d}.h5"
             self.frames[path] = 4 * days or year_frames(year)
         self.stats = [self.out / "stats" / f"{name}.npy" for name in STATS]
+        of_training = [count for path, count in self.frames.items() if path.parent.name == "train"]
+        if sum(of_training) >= LEAST_FRAMES:
+            self.stats.append(self.out / "stats" / FILE)
 
         # What is there already must be of this data set, or nothing is touched.
         there: list[Path] = []
@@ -106,8 +111,10 @@ class YearFileWriter:
         parents = [self.out, *self.out.absolute().parents]
         folder = next(parent for parent in parents if parent.exists())
         frame_bytes = 4 * len(CHANNELS) * len(self.grid.latitude) * len(self.grid.longitude)
-        # The statistics are as large as a frame, which holds the climatology.
-        frames = sum(self.missing_years().values()) + 1
+        # The climatology is as large as a frame, and so is each quantile.
+        has_quantiles = any(path.name == FILE for path in self.stats)
+        images = 1 + len(QUANTILES) if has_quantiles else 1
+        frames = sum(self.missing_years().values()) + images
         need = frame_bytes * frames
         free = shutil.disk_usage(folder).free
         if need > free:
@@ -211,10 +218,19 @@ def write_statistics(
         path = folder / f"{name}.npy"
         if path.exists():
             continue
-        with whole_file(path) as part, open(part, "wb") as file:
-            np.save(file, value)
+        _save(path, value)
+        written.append(path)
+    path = folder / FILE
+    quantiles = None if path.exists() else climate_quantiles(years)
+    if quantiles is not None:
+        _save(path, quantiles)
         written.append(path)
     return written
+
+
+def _save(path: Path, values: np.ndarray) -> None:
+    with whole_file(path) as part, open(part, "wb") as file:
+        np.save(file, values)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,6 +1,7 @@
 """Scores of ensembles by lead time, beside those of single forecasts, and what they say in a table and in pictures."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ from torch import Tensor
 from tools.forecasting.lead_times import metrics_by_lead_time
 from tools.forecasting.spectra import spread
 from tools.tables import format_table
-from training.ensemble_metrics import QUANTILES, EnsembleMetrics
+from training.ensemble_metrics import EnsembleMetrics
+from weather.climate_quantiles import QUANTILES
 
 Scores = dict[str, dict[str, dict[str, Any]]]  # {score: {forecast: {channel: values by lead time}}}
 OF_MODEL = ("spread", "spread_skill", "rank_histogram")
@@ -20,7 +22,8 @@ class LeadTimeEnsembles:
     """Scores of the model's members at each lead time, and of persistence and climatology as ensembles of one.
 
     The CRPS of a single forecast is its mean absolute error, so a deterministic model, persistence and climatology are
-    compared with an ensemble in one number. Arguments as of metrics_by_lead_time.
+    compared with an ensemble in one number. Arguments as of metrics_by_lead_time; quantiles: of each point's climate,
+    (Q, C, H, W) in physical units, the thresholds of Brier scores; None: quantiles of the climatology's map.
     """
 
     def __init__(
@@ -29,8 +32,14 @@ class LeadTimeEnsembles:
         latitude: np.ndarray,
         statistics: Sequence[np.ndarray],
         device: torch.device,
+        quantiles: np.ndarray | None = None,
     ):
-        made = metrics_by_lead_time(EnsembleMetrics, steps, latitude, statistics, device)
+        thresholds = None
+        if quantiles is not None:
+            means, stds, _ = statistics
+            thresholds = torch.from_numpy((quantiles - means) / stds).to(device)
+        new = partial(EnsembleMetrics, thresholds=thresholds)
+        made = metrics_by_lead_time(new, steps, latitude, statistics, device)
         self.climatology, self.metrics = made
 
     def update(self, step: int, start: Tensor, members: Tensor, truth: Tensor) -> None:

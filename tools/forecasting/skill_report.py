@@ -9,15 +9,16 @@ import numpy as np
 from tools.forecasting.ensembles import ensemble_table
 from tools.forecasting.output_files import SKILL, file_name
 from tools.forecasting.rollout import Result
+from tools.forecasting.shown_channel import Plume
 from tools.forecasting.spectra import spread
 from tools.pictures import save
 from tools.tables import format_table
-from training.ensemble_metrics import QUANTILES
 from training.ensemble_pictures import ensemble_figure
 from training.pictures import animate, lead_time_figure, skill_figure, spectra_figure
 from training.results import HEADLINE
 from utils.errors import UsageError
 from utils.files import read_json, write_json
+from weather.climate_quantiles import QUANTILES
 from weather.grid import HOUR
 from weather.time_axis import show
 
@@ -82,6 +83,7 @@ def _skill_record(
         **result.skill,
         **result.ensembles,
         "brier_quantiles": QUANTILES,
+        "brier_thresholds": result.thresholds,
         "spectra": {
             "lead_hours": spectra.leads,
             "ratio_up_to_km": spectra.short,  # short waves of every channel, of truth
@@ -99,10 +101,9 @@ def _draw_pictures(result: Result, out: Path, headline: Sequence[str], units: di
     pictures = ["skill.png", "spectra.png", f"{channel}.png", f"{channel}.webp"]
     skill_file, spectra_file, maps_file, animation_file = (out / name for name in pictures)
     forecast = result.forecast  # (L, H, W)
-    if is_ensemble(result):
+    if result.plume is not None:
         pictures.insert(0, "ensemble.png")
-        _draw_ensemble(result, out / "ensemble.png", unit)
-        forecast = forecast.mean(1)
+        _draw_ensemble(result, result.plume, out / "ensemble.png", unit)
 
     curves = skill_figure(result.skill, headline, units, result.leads)
     save(curves, skill_file, dpi=100)
@@ -132,12 +133,21 @@ def is_ensemble(result: Result) -> bool:
     return "spread" in result.ensembles
 
 
-def _draw_ensemble(result: Result, file: Path, unit: str) -> None:
+def _draw_ensemble(result: Result, plume: Plume, file: Path, unit: str) -> None:
     """Draw the members of the shown channel after the first start, and the ranks of the truth over all starts."""
     channel = result.channel
-    histogram = result.ensembles["rank_histogram"]["model"][channel][-1]
-    title = f"{channel}, {result.forecast.shape[1]} members from {show(result.starts[0])}"
-    figure = ensemble_figure(result.forecast, result.truth, histogram, result.leads, result.grid, title, unit)
+    row, column = plume.point
+    figure = ensemble_figure(
+        members=plume.members,
+        truth=result.truth[:, row, column],
+        point=plume.point,
+        spread=plume.spread,
+        histogram=result.ensembles["rank_histogram"]["model"][channel][-1],
+        leads=result.leads,
+        grid=result.grid,
+        title=f"{channel}, {plume.members.shape[1]} members from {show(result.starts[0])}",
+        units=unit,
+    )
     save(figure, file, dpi=100)
 
 

@@ -17,6 +17,7 @@ from training.rollout import Network, Rollout
 from training.tasks.task import Validator
 from utils import comm
 from utils.data_loader import BatchLoader
+from utils.device import to_device
 from utils.schema import Config
 from weather.dataset import FieldDataset
 from weather.statistics import Statistics
@@ -216,7 +217,7 @@ class EnsembleValidator(ForecastValidator):
         moments = [(VALIDATION, sample) for sample in samples]
         own = own_members(self.config)
         drawn = draw_noise(self.config.seed, moments, own, steps, self.config.noise_features)
-        noise = drawn.to(x.device, x.dtype).flatten(0, 1)  # (B m, steps, K)
+        noise = to_device(drawn.to(x.dtype), x.device).flatten(0, 1)  # (B m, steps, K)
         return self.rollout.steps(network, repeat_members(x, len(own)), steps, noise=noise)
 
     def whole_prediction(self, state: Tensor) -> Tensor:
