@@ -1,6 +1,7 @@
 """forecast.py with an ensemble: the same members in every layout, their files, scores and pictures."""
 
 import json
+import re
 import weakref
 
 import numpy as np
@@ -120,6 +121,23 @@ def test_more_members_than_in_training_begin_with_the_same(run, serial, tmp_path
     assert more.sizes["number"] == 5
     first = serial[1][0]["t2m"].values
     np.testing.assert_allclose(more.sel(number=[0, 1, 2]).values, first, rtol=1e-5)
+
+
+def test_a_single_forecast_stands_beside_the_members(run, tiny_settings, tmp_path, capsys):
+    """Its mean absolute error beside their CRPS, its spectrum beside theirs."""
+    single = tmp_path / "quick/single"
+    own = {"yaml_config": "config/ViT.yaml", "expdir": tmp_path, "run_num": "single", "num_iters": 2}
+    train.main(words_of(tiny_settings | own))
+    forecast.main([f"--run_folder={single}", "--device=cpu", "--skill_only", *WORDS])
+    capsys.readouterr()
+    forecast_of(run, tmp_path / "members", "--skill_only", "--compare", str(single))
+    shown = capsys.readouterr().out
+    errors = json.loads((single / "forecast/skill.json").read_text())["crps"]["model"]["t2m"]
+    assert re.search(rf"t2m \(K\) +\| +CRPS {single} \| +{errors[0]:.3f} \|", shown)
+    skill = json.loads((tmp_path / "members/skill.json").read_text())
+    power = skill["spectra"]["power"]["z500"]
+    assert set(power) == {"model", "truth", "mean"} and power["mean"] != power["model"]
+    assert (tmp_path / "members/blur.png").stat().st_size > 10_000
 
 
 def test_an_ensemble_of_one_is_refused(run, tmp_path):

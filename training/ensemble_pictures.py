@@ -1,6 +1,6 @@
 """Pictures of an ensemble: a plume at a point, a map of its spread, the ranks of the truth."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -50,4 +50,35 @@ def ensemble_figure(
     ranks.bar(range(len(histogram)), histogram)
     ranks.axhline(1 / len(histogram), color="k", linestyle="--")
     ranks.set(title=f"rank of the truth at +{leads[-1]} h, all starts", xlabel="members below it", ylabel="share")
+    return figure
+
+
+def blur_figure(
+    curves: Mapping[str, Mapping[str, np.ndarray]],
+    wavelengths: np.ndarray,
+    lead: int,
+    units: Mapping[str, str],
+) -> Figure:
+    """Power by wavelength of several forecasts side by side, a column for each channel, and below relative to truth.
+
+    curves: {channel: {name: (K,)}}, the first one is of truth. wavelengths: (K,), km. lead: hours.
+    """
+    figure = Figure(figsize=(3.2 * len(curves), 5.2), layout="constrained")
+    panels = figure.subplots(2, len(curves), sharex=True, squeeze=False)
+    for (above, below), (channel, powers) in zip(panels.T, curves.items(), strict=True):
+        truth = next(iter(powers.values()))
+        for name, power in powers.items():
+            style = "k--" if power is truth else "-"
+            above.plot(wavelengths, power, style, label=name)
+            # Where the truth has no power the ratio stays NaN, and nothing is drawn.
+            not_known = np.full_like(power, np.nan)
+            ratio = np.divide(power, truth, out=not_known, where=truth > 0)
+            below.plot(wavelengths, ratio, style)
+        above.set(
+            title=f"{channel} at +{lead} h", ylabel=f"power (({units[channel]})$^2$ m)", xscale="log", yscale="log"
+        )
+        below.set(ylabel="relative to truth", ylim=(0, 2))
+    panels[0][0].invert_xaxis()  # all panels share this axis
+    panels[0][0].legend(fontsize="small")
+    figure.supxlabel("zonal wavelength (km)", fontsize="medium")
     return figure

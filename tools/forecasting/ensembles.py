@@ -1,6 +1,6 @@
 """Scores of ensembles by lead time, beside those of single forecasts, and what they say in a table and in pictures."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -73,13 +73,27 @@ class LeadTimeEnsembles:
         return scores
 
 
-def ensemble_table(scores: Scores, channels: Sequence[str], units: dict[str, str], leads: Sequence[int]) -> str:
-    """CRPS of each forecast, spread, spread over skill and Brier scores of the model by lead time, as text."""
+def ensemble_table(
+    scores: Scores,
+    channels: Sequence[str],
+    units: dict[str, str],
+    leads: Sequence[int],
+    others: Mapping[str, Mapping[str, Any]],
+) -> str:
+    """CRPS of each forecast, spread, spread over skill and Brier scores of the model by lead time, as text.
+
+    others: content of skill.json by run, whose CRPS are shown too: of a single forecast the mean absolute error.
+    """
     shown = spread(len(leads))
     rows: list[list[Any]] = []
     for name in channels:
         label = f"{name} ({units[name]})"
         lines = {f"CRPS {forecast}": values[name] for forecast, values in scores["crps"].items()}
+        for run, record in others.items():
+            # The record may be of a version that had no such score.
+            of_run = record.get("crps", {}).get("model", {})
+            if name in of_run:
+                lines[f"CRPS {run}"] = of_run[name]
         lines["spread"] = scores["spread"]["model"][name]
         lines["spread / skill"] = scores["spread_skill"]["model"][name]
         for number, quantile in enumerate(QUANTILES):

@@ -137,7 +137,10 @@ class _Rollout:
         quantiles = read_quantiles(config.global_stds_path, self.n_out, config.img_size)
         self.thresholds = "of the map of the climatology" if quantiles is None else "of the climate of each point"
         self.ensembles = LeadTimeEnsembles(len(leads), self.grid.latitude, statistics, frames.device, quantiles)
-        self.spectra = LeadTimeSpectra(leads, self.grid, self.stds, frames.device)
+        # Of a member: the mean of several is blurred, which is shown beside it.
+        self.is_ensemble = config.ensemble_size > 1
+        drawn = ("model", "truth", "mean") if self.is_ensemble else ("model", "truth")
+        self.spectra = LeadTimeSpectra(leads, self.grid, self.stds, frames.device, drawn)
 
     def forecast(self, dates: np.ndarray, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Forecast from some dates, of which the first `count` are scored and yielded, lead time by lead time.
@@ -162,10 +165,18 @@ class _Rollout:
             ensemble = whole_members(whole(state), self.config)[:count]  # (count, M, C, H, W)
             frame = frames.read(dates + lead * HOUR)
             truth = whole(frame[:, : self.n_out])[:count]
-            self.skill.update(step, persistence, ensemble.mean(1), truth)
-            self.ensembles.update(step, persistence, ensemble, truth)
-            self.spectra.update(step, ensemble[:, 0], truth)  # of a member: the mean of several is blurred
+            self._score(step, persistence, ensemble, truth)
             yield ensemble, truth
+
+    def _score(self, step: int, persistence: Tensor, ensemble: Tensor, truth: Tensor) -> None:
+        """Add a step to all scores. ensemble: (B, M, C, H, W); persistence, truth: (B, C, H, W); normalised."""
+        mean = ensemble.mean(1)
+        self.skill.update(step, persistence, mean, truth)
+        self.ensembles.update(step, persistence, ensemble, truth)
+        images = [ensemble[:, 0], truth]
+        if self.is_ensemble:
+            images.append(mean)
+        self.spectra.update(step, *images)
 
     def _noise(self, dates: np.ndarray) -> Tensor | None:
         """The noise of this rank's members of forecasts from some dates, (B m, L, K); None without an ensemble."""

@@ -13,7 +13,7 @@ from tools.forecasting.shown_channel import Plume
 from tools.forecasting.spectra import spread
 from tools.pictures import save
 from tools.tables import format_table
-from training.ensemble_pictures import ensemble_figure
+from training.ensemble_pictures import blur_figure, ensemble_figure
 from training.pictures import animate, lead_time_figure, skill_figure, spectra_figure
 from training.results import HEADLINE
 from utils.errors import UsageError
@@ -40,10 +40,13 @@ def write_report(
     record = _skill_record(result, about, headline, units)
     write_json(out / SKILL, record)
     pictures = _draw_pictures(result, out, headline, units)
+    if is_ensemble(result):
+        pictures.insert(0, "blur.png")
+        _draw_blur(result, out / "blur.png", headline, units, others)
 
     print(f"\n{skill_table(result, headline, units)}")
     if is_ensemble(result):
-        print(f"\n{ensemble_table(result.ensembles, headline, units, result.leads)}")
+        print(f"\n{ensemble_table(result.ensembles, headline, units, result.leads, others)}")
     for run, skill in {"": record, **others}.items():
         hours = [f"{name} {useful_hours(skill['rmse'], name, result.leads)} h" for name in headline]
         of_run = f" ({run})" if run else ""
@@ -148,6 +151,31 @@ def _draw_ensemble(result: Result, plume: Plume, file: Path, unit: str) -> None:
         title=f"{channel}, {plume.members.shape[1]} members from {show(result.starts[0])}",
         units=unit,
     )
+    save(figure, file, dpi=100)
+
+
+def _draw_blur(
+    result: Result,
+    file: Path,
+    headline: Sequence[str],
+    units: dict[str, str],
+    others: Mapping[str, dict[str, Any]],
+) -> None:
+    """Draw the power of truth, a member, the mean of the members, and of other runs, at the last lead time."""
+    names = {"truth": "truth", "model": "a member", "mean": "mean of the members"}
+    spectra = result.spectra
+    curves: dict[str, dict[str, np.ndarray]] = {}
+    for channel in headline:
+        of_channel = spectra.of(result.names.index(channel))
+        curves[channel] = {label: of_channel[name][-1] for name, label in names.items()}
+        for run, record in others.items():
+            power = record.get("spectra", {}).get("power", {}).get(channel)
+            if power is None:  # of another version
+                continue
+            of_run = np.array(power["model"][-1], float)
+            if of_run.shape == spectra.wavelengths.shape:  # of the same grid
+                curves[channel][run] = of_run
+    figure = blur_figure(curves, spectra.wavelengths, spectra.leads[-1], units)
     save(figure, file, dpi=100)
 
 
