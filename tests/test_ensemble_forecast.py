@@ -1,5 +1,6 @@
 """forecast.py with an ensemble: the same members in every layout, their files, scores and pictures."""
 
+import gc
 import json
 import re
 import weakref
@@ -82,6 +83,7 @@ def test_a_lead_time_is_in_the_file_before_the_next_is_computed(run, tmp_path, m
         fields_written.append(weakref.ref(fields))
 
     def noted_steps(self, *arguments, **options):
+        gc.collect()
         alive = [field for field in fields_written if field() is not None]
         seen.append((len(fields_written), len(alive) <= 1))
         return steps(self, *arguments, **options)

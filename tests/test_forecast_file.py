@@ -15,10 +15,8 @@ START = np.datetime64("1982-01-02T06", "s")
 LEADS = [6, 12, 18]
 NAMES = ["u10", "t2m", "z500", "z850", "u500", "foo"]  # t2m and z500 in other units; no u850
 UNITS = ["m s-1", "degC", "gpm", "m2 s-2", "m s-1", "1"]
-KIND = {
-    layout: FileKind(LEADS, NAMES, UNITS, Grid(latitudes(8), longitudes(16)), {"title": "x"}, layout)
-    for layout in LAYOUTS
-}
+GRID = Grid(latitudes(8), longitudes(16))
+KIND = {layout: FileKind(LEADS, NAMES, UNITS, GRID, {"title": "x"}, layout) for layout in LAYOUTS}
 REFERENCES = {"DIMENSION_LIST", "REFERENCE_LIST"}  # of HDF5: places in the file
 
 
@@ -46,7 +44,7 @@ def test_a_file_by_lead_times_is_the_one_that_is_written_at_once(tmp_path, layou
     kind = KIND[layout]
     fields = forecast(members)
     with closing(H5NetCDFStore.open(tmp_path / "at_once.nc", mode="w")) as store:
-        kind.dataset(START, LEADS, fields).dump_to_store(store)
+        kind.dataset(START, LEADS, fields, GRID).dump_to_store(store)
     with kind.opened(tmp_path, np.array([START]), members) as files:
         for step, of_step in enumerate(fields):
             files[0].write(step, of_step)
@@ -54,7 +52,7 @@ def test_a_file_by_lead_times_is_the_one_that_is_written_at_once(tmp_path, layou
 
 
 def test_room_for_all_lead_times_takes_the_memory_of_one():
-    longer = FileKind(range(6, 6001, 6), NAMES, UNITS, Grid(latitudes(8), longitudes(16)), {}, "weatherbench2")
+    longer = FileKind(range(6, 6001, 6), NAMES, UNITS, GRID, {}, "weatherbench2")
     for field in longer.blank(START, 3).data_vars.values():
         assert field.sizes["prediction_timedelta"] == 1000 and field.variable.values.strides[1] == 0
 

@@ -18,6 +18,7 @@ from utils.files import whole_file
 from weather.grid import Grid
 from weather.hdf5_file import WITHOUT_LOCKS
 
+LEAD_TIME = {"cf": "lead_time", "weatherbench2": "prediction_timedelta"}  # the dimension, by layout
 FIELD_AXES = 4  # of a field at least: start date, lead time, latitude, longitude
 
 
@@ -43,12 +44,15 @@ class FileKind:
         self.attributes = attributes
         self.layout = layout
 
-    def dataset(self, start: np.datetime64, leads: Sequence[int], fields: np.ndarray) -> xarray.Dataset:
-        """The forecast from a date at some lead times. fields: as of forecast_dataset, whose channels come first."""
-        channels = fields.shape[-3]
-        names = self.names[:channels]
-        units = self.units[:channels]
-        forecast = forecast_dataset(start, leads, fields, names, units, self.grid, self.attributes)
+    def dataset(
+        self,
+        start: np.datetime64,
+        leads: Sequence[int],
+        fields: np.ndarray,
+        grid: Grid,
+    ) -> xarray.Dataset:
+        """The forecast from a date at some lead times, in the layout of the files. fields: as of forecast_dataset."""
+        forecast = forecast_dataset(start, leads, fields, self.names, self.units, grid, self.attributes)
         return weatherbench2_dataset(forecast) if self.layout == "weatherbench2" else forecast
 
     def blank(self, start: np.datetime64, members: int) -> xarray.Dataset:
@@ -56,19 +60,26 @@ class FileKind:
 
         members: 0 for a single forecast, without the dimension `number`.
         """
-        image = (len(self.names), *(len(axis) for axis in self.grid))
-        of_members = (members,) if members else ()
-        zeros = np.zeros((1, *of_members, *image), np.float32)
-        one = self.dataset(start, self.leads[:1], zeros)
-        # Without channels there are the coordinates of all lead times.
-        no_fields = np.zeros((len(self.leads), *of_members, 0, *image[1:]), np.float32)
-        data = self.dataset(start, self.leads, no_fields)
+        channels = (members, len(self.names)) if members else (len(self.names),)
+        image = [len(axis) for axis in self.grid]
+        one_lead_time = np.zeros((1, *channels, *image), np.float32)
+        one = self.dataset(start, self.leads[:1], one_lead_time, self.grid)
+        # At a single point there are the coordinates of all lead times.
+        point = Grid(self.grid.latitude[:1], self.grid.longitude[:1])
+        one_point = np.zeros((len(self.leads), *channels, 1, 1), np.float32)
+        timed = self.dataset(start, self.leads, one_point, point)
+
+        lead = LEAD_TIME[self.layout]
+        variables = {}
         for name, variable in one.variables.items():
-            if name not in data.variables:
-                shape = [data.sizes.get(dim, size) for dim, size in variable.sizes.items()]
-                values = np.broadcast_to(variable.values, shape)
-                data[name] = xarray.Variable(variable.dims, values, variable.attrs, variable.encoding)
-        return data.set_coords(list(one.coords))
+            variables[name] = variable
+            if lead in variable.dims and name in one.coords:
+                variables[name] = timed.variables[name]
+            elif lead in variable.dims:
+                sizes = {**variable.sizes, lead: len(self.leads)}
+                values = np.broadcast_to(variable.values, tuple(sizes.values()))
+                variables[name] = xarray.Variable(variable.dims, values, variable.attrs, variable.encoding)
+        return xarray.Dataset(variables, attrs=one.attrs).set_coords(list(one.coords))
 
     @contextmanager
     def opened(self, folder: Path | str, starts: np.ndarray, members: int) -> Iterator[list["ForecastFile"]]:
@@ -107,7 +118,8 @@ class ForecastFile:
 
     def write(self, step: int, fields: np.ndarray) -> None:
         """Write the fields of a step of the forecast, counted from 0: (C, H, W), or (M, C, H, W) of members."""
-        one = self.kind.dataset(self.start, [self.kind.leads[step]], fields[None])
+        kind = self.kind
+        one = kind.dataset(self.start, [kind.leads[step]], fields[None], kind.grid)
         for name, field in one.data_vars.items():
             # The first axes are start date and lead time.
             self.store.ds[name][:, step : step + 1] = field.values

@@ -11,7 +11,7 @@ from torch import Tensor
 from distributed.parallel_model import ParallelModel
 from tools.forecasting.dated_frames import DatedFrames
 from tools.forecasting.ensembles import LeadTimeEnsembles, Scores
-from tools.forecasting.forecast_file import FileKind
+from tools.forecasting.forecast_file import FileKind, ForecastFile
 from tools.forecasting.lead_times import LeadTimeSkill, Skill
 from tools.forecasting.shown_channel import Plume, ShownChannel
 from tools.forecasting.spectra import LeadTimeSpectra, Spectra
@@ -81,18 +81,12 @@ def roll_out(
     with torch.no_grad(), autocast(config, frames.device):
         for batch, count in enumerate(order.counts()):
             dates = starts[order.samples(batch)]
-            shows = writes and shown is None and count > 0
-            if shows:
-                shown = ShownChannel()
+            of_batch = None  # what pictures need is taken of the first start
+            if writes and shown is None and count:
+                of_batch = shown = ShownChannel()
             written = dates[:count] if writes and out is not None else dates[:0]
             with kind.opened(out or "", written, members) as files:
-                for step, (ensembles, truths) in enumerate(rollout.forecast(dates, count)):
-                    # Each lead time is in the files before the next one is computed.
-                    for file, ensemble in zip(files, ensembles, strict=False):
-                        fields = rollout.physical(ensemble)  # (M, C, H, W)
-                        file.write(step, fields if members else fields[0])
-                    if shows and shown is not None:
-                        shown.add(rollout.of_channel(ensembles[0]), rollout.of_channel(truths[:1])[0])
+                _forecast_batch(rollout, dates, count, files, of_batch)
     scores = rollout.skill.compute(names)  # a collective: after it, every rank has written its files
     ensembles_by_lead = rollout.ensembles.compute(names)
     spectra = rollout.spectra.compute()
@@ -112,6 +106,25 @@ def roll_out(
         forecast=shown.forecast(),
         plume=shown.plume(),
     )
+
+
+def _forecast_batch(
+    rollout: "_Rollout", dates: np.ndarray, count: int, files: Sequence[ForecastFile], shown: ShownChannel | None
+) -> None:
+    """Forecast from some dates, of which the first `count` are scored. Each lead time is written before the next one.
+
+    files: of the first dates; none, where this rank writes nothing. shown: takes the forecast from the first date.
+    """
+    for step, (ensembles, truths) in enumerate(rollout.forecast(dates, count)):
+        for file, ensemble in zip(files, ensembles, strict=False):
+            fields = rollout.physical(ensemble)  # (M, C, H, W)
+            if not rollout.is_ensemble:
+                fields = fields[0]
+            file.write(step, fields)
+        if shown is not None:
+            members = rollout.of_channel(ensembles[0])  # (M, H, W)
+            truth = rollout.of_channel(truths[0])  # (H, W)
+            shown.add(members, truth)
 
 
 class _Rollout:
