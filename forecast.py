@@ -96,7 +96,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     option("--channel", metavar="NAME", help="channel of the maps and the animation (z500)")
     option("--out", metavar="FOLDER", help="folder of the results (<run>/forecast)")
     option("--layout", choices=LAYOUTS, default="cf", help="of the forecasts' files (%(default)s)")
-    option("--compare", nargs="+", default=[], metavar="RUN", help="say too how long the forecasts of these are of use")
+    option("--compare", nargs="+", default=[], metavar="RUN", help="show the scores of the forecasts of these too")
     option("--skill_only", action="store_true", help="write only scores, maps and animation, no fields")
     return parser.parse_known_args(argv)
 

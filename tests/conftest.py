@@ -112,7 +112,7 @@ def _no_pictures():
 @pytest.fixture(name="pictures")
 def _pictures(monkeypatch):
     """Trainings of this test draw pictures."""
-    monkeypatch.setattr("training.tasks.forecast.PICTURED", pictures.PICTURED)
+    monkeypatch.setattr("training.tasks.validation.PICTURED", pictures.PICTURED)
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from tests.support.layout_parity import (
 )
 from tests.support.refusals import refusal
 from training import crps
+from training.assembly import random_batch
 from training.ensemble import FORECAST, draw_noise, own_members
 from training.model import build_model
 from training.tasks import build_task
@@ -120,6 +121,17 @@ def test_noise_is_named_by_sample_and_member():
     assert torch.equal(draw_noise(3, moments[1:], range(2, 4), 1, 6), whole[1:, 2:4, :1])
     assert not torch.equal(draw_noise(4, moments, range(5), 2, 6), whole)
     assert abs(draw_noise(0, moments, range(500), 2, 6).std().item() - 1) < 0.02
+
+
+def test_noise_is_copied_from_pinned_memory_so_that_the_host_goes_on(tiny_config, monkeypatch):
+    """A device with streams, for which pinned memory is asked."""
+    step = build(tiny_config(**ENSEMBLE))
+    x, y = random_batch(step.task, torch.device("cpu"))
+    pinned = []
+    monkeypatch.setattr("utils.device.device_module", lambda device, name: name == "Stream")
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda noise: pinned.append(noise) or noise)
+    (noise,) = step.noise(0, x, y)
+    assert noise.shape == (len(x), 4, 1, 5) and len(pinned) == 1 and torch.equal(pinned[0], noise)
 
 
 def test_members_are_shared_out_unevenly(ranks, tiny_config):

@@ -1,6 +1,9 @@
 """forecast.py with an ensemble: the same members in every layout, their files, scores and pictures."""
 
+import gc
 import json
+import re
+import weakref
 
 import numpy as np
 import pytest
@@ -13,8 +16,10 @@ from tests.conftest import words_of
 from tests.support.launch import outcome
 from tests.support.refusals import refusal
 from tools.forecasting.ensembles import LeadTimeEnsembles
-from training.ensemble_metrics import QUANTILES
+from tools.forecasting.forecast_file import ForecastFile
 from training.metrics import latitude_weights
+from training.rollout import Rollout
+from weather.climate_quantiles import QUANTILES
 
 MEMBERS = 3
 WORDS = ["--lead_hours=18", "--starts=2"]
@@ -68,6 +73,27 @@ def test_members_have_a_dimension_and_are_the_scored_ones(serial, sample_folder)
         assert np.shape(skill["brier"]["climatology"][channel]) == (3, len(QUANTILES))
 
 
+def test_a_lead_time_is_in_the_file_before_the_next_is_computed(run, tmp_path, monkeypatch):
+    """So a forecast holds the fields of one lead time, however long it is."""
+    fields_written, seen = [], []
+    write, steps = ForecastFile.write, Rollout.steps
+
+    def noted_write(self, step, fields):
+        write(self, step, fields)
+        fields_written.append(weakref.ref(fields))
+
+    def noted_steps(self, *arguments, **options):
+        gc.collect()
+        alive = [field for field in fields_written if field() is not None]
+        seen.append((len(fields_written), len(alive) <= 1))
+        return steps(self, *arguments, **options)
+
+    monkeypatch.setattr(ForecastFile, "write", noted_write)
+    monkeypatch.setattr(Rollout, "steps", noted_steps)
+    forecast_of(run, tmp_path)
+    assert seen == [(before, True) for before in range(6)]  # two starts of three steps
+
+
 def test_pictures_and_table_show_the_ensemble(serial, run, tmp_path, capsys):
     *_, out = serial
     assert (out / "ensemble.png").stat().st_size > 10_000
@@ -97,6 +123,23 @@ def test_more_members_than_in_training_begin_with_the_same(run, serial, tmp_path
     assert more.sizes["number"] == 5
     first = serial[1][0]["t2m"].values
     np.testing.assert_allclose(more.sel(number=[0, 1, 2]).values, first, rtol=1e-5)
+
+
+def test_a_single_forecast_stands_beside_the_members(run, tiny_settings, tmp_path, capsys):
+    """Its mean absolute error beside their CRPS, its spectrum beside theirs."""
+    single = tmp_path / "quick/single"
+    own = {"yaml_config": "config/ViT.yaml", "expdir": tmp_path, "run_num": "single", "num_iters": 2}
+    train.main(words_of(tiny_settings | own))
+    forecast.main([f"--run_folder={single}", "--device=cpu", "--skill_only", *WORDS])
+    capsys.readouterr()
+    forecast_of(run, tmp_path / "members", "--skill_only", "--compare", str(single))
+    shown = capsys.readouterr().out
+    errors = json.loads((single / "forecast/skill.json").read_text())["crps"]["model"]["t2m"]
+    assert re.search(rf"t2m \(K\) +\| +CRPS {single} \| +{errors[0]:.3f} \|", shown)
+    skill = json.loads((tmp_path / "members/skill.json").read_text())
+    power = skill["spectra"]["power"]["z500"]
+    assert set(power) == {"model", "truth", "mean"} and power["mean"] != power["model"]
+    assert (tmp_path / "members/blur.png").stat().st_size > 10_000
 
 
 def test_an_ensemble_of_one_is_refused(run, tmp_path):

@@ -5,8 +5,9 @@ import pytest
 import torch
 import xarray
 
-from training.ensemble_metrics import QUANTILES, EnsembleMetrics, quantiles_of_maps
+from training.ensemble_metrics import EnsembleMetrics, quantiles_of_maps
 from training.metrics import latitude_weights
+from weather.climate_quantiles import QUANTILES
 
 WHY = "pip install -r requirements/dev.txt"
 LATITUDE = np.linspace(80, -80, 9)
@@ -63,6 +64,23 @@ def test_brier_scores_are_those_of_the_library_scores(arrays):
             weights=weights,
         )
         np.testing.assert_allclose(own.brier[channel], expected, rtol=1e-5)
+
+
+def test_brier_scores_of_each_points_own_climate_are_those_of_the_library_scores(arrays):
+    """There a threshold is one number: what is scored is the distance from the threshold of the point."""
+    probability = pytest.importorskip("scores.probability", reason=WHY)
+    members, target, weights, *_ = arrays
+    limits = torch.randn(len(QUANTILES), 2, 9, 16, generator=torch.Generator().manual_seed(1))
+    metrics = EnsembleMetrics(LATITUDE, STDS, fields()[2], limits)
+    metrics.update(*fields()[:2])
+    own = metrics.compute()
+    for number, limit in enumerate(limits.double().numpy()):
+        away = xarray.DataArray(limit, dims=NAMES[2:])
+        expected = probability.brier_score_for_ensemble(
+            members - away, target - away, "member", 0.0, weights=weights, preserve_dims="channel"
+        )
+        np.testing.assert_allclose(own.brier[:, number], expected.squeeze(), rtol=1e-5)
+    assert not torch.allclose(own.brier, arrays[3].brier, rtol=1e-2)
 
 
 def test_the_rank_histogram_is_that_of_the_library_scores(arrays):

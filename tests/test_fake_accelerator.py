@@ -22,6 +22,7 @@ LAYOUTS = [
     ("train.py", 2, "--data_parallel=fsdp --cpu_offload --clip_grad_norm=1"),
     ("train.py", 4, "--data_parallel=hsdp"),
     ("train.py", 2, "--model=unet --sync_batchnorm"),
+    ("train.py", 2, "--loss=crps --ensemble_size=3 --ensemble_parallel=2 --amp_mode=bf16"),
     ("train.py", 2, "--data_parallel=fsdp --rollout_steps=2 --forcings day --ema=0.9 --amp_mode=bf16"),
     ("train_mp.py", 2, "--tensor_parallel=2"),
     ("train_mp.py", 2, "--context_parallel=2 --rollout_steps=2 --forcings hour day --loss=squared_error"),

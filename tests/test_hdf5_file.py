@@ -11,7 +11,7 @@ import pytest
 import xarray
 
 from tests.support.refusals import refusal
-from tools.forecasting.output_files import forecast_dataset, write_netcdf
+from tools.forecasting.forecast_file import FileKind
 from weather.dataset import FieldDataset
 from weather.grid import Grid
 from weather.year_reader import open_year, year_paths
@@ -261,9 +261,9 @@ def test_files_are_read_without_locks(tmp_path):
 
 def test_forecasts_are_written_without_locks(tmp_path):
     start, grid = np.datetime64("1981-01-01T00", "s"), Grid(np.array([45.0, -45.0]), np.array([0.0, 180.0]))
-    forecast = forecast_dataset(start, [6], np.ones((1, 1, 2, 2), "f4"), ["t2m"], ["K"], grid, {})
+    kind = FileKind([6], ["t2m"], ["K"], grid, {}, "cf")
     name = "forecast-1981-01-01T00.nc"
-    with locked(tmp_path / f"{name}.part"):
-        write_netcdf(tmp_path, forecast)
+    with locked(tmp_path / f"{name}.part"), kind.opened(tmp_path, np.array([start]), 0) as files:
+        files[0].write(0, np.ones((1, 2, 2), "f4"))
     with xarray.open_dataset(tmp_path / name, engine="h5netcdf") as written:
         assert re.fullmatch("CF-.*", written.attrs["Conventions"]) and float(written["t2m"].mean()) == 1

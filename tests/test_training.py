@@ -17,10 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from tests.support.marks import slow_but
 from tests.support.refusals import refusal
+from tools.checkpoint import load_weights
 from training.optimizer import learning_rate
 from training.results import print_result
 from training.step import TrainingStep
 from training.timing import words_of_seconds
+from training.trained_weights import find
 from utils.config import read_named_config
 from utils.errors import NonFiniteLossError
 
@@ -188,6 +190,19 @@ def test_a_run_starts_from_the_weights_of_another(run):
     newest = max((first.folder / "checkpoints").iterdir())
     third = run(run_num="third", init_from=str(newest), lr=1e-12, **told)
     assert third.summary["rmse"] == pytest.approx(first.summary["rmse"], rel=1e-4)
+
+
+def test_an_ensemble_starts_from_the_weights_of_a_single_forecast(run):
+    """All of them; those for noise, which it did not have, are drawn."""
+    first = run(run_num="first", ema=0.5)
+    told = {"loss": "crps", "ensemble_size": 2, "num_iters": 2, "warmup": 0, "lr": 1e-12}
+    second = run(run_num="second", init_from=str(first.folder), **told)
+    assert "drawn for noise (4): noise_embed.first.weight" in second.log
+    before, after = (load_weights(find(each.folder, "best")[0]) for each in (first, second))
+    new = after.keys() - before.keys()
+    assert len(new) == 4 and before.keys() < after.keys() and all(after[name].any() for name in new)
+    for name, weight in before.items():
+        torch.testing.assert_close(after[name], weight, rtol=1e-6, atol=1e-9)
 
 
 def test_a_finished_run_shows_its_result_again(run, capsys):

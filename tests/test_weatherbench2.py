@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import xarray
 
-from tools.forecasting.output_files import file_name, forecast_dataset, write_netcdf
+from tools.forecasting.forecast_file import FileKind
+from tools.forecasting.output_files import file_name, forecast_dataset
 from weather.channels import CHANNELS
 from weather.grid import Grid, latitudes, longitudes
 
@@ -29,8 +30,11 @@ UPPER = {
 def written(folder, names=NAMES, units=UNITS):
     """Write two forecasts: their fields, (start, L, C, H, W)."""
     fields = np.random.default_rng(0).standard_normal((2, len(LEADS), len(names), 8, 16)).astype("f4")
-    for start, values in zip(STARTS, fields, strict=True):
-        write_netcdf(folder, forecast_dataset(start, LEADS, values, names, units, GRID, {}), "weatherbench2")
+    kind = FileKind(LEADS, names, units, GRID, {}, "weatherbench2")
+    with kind.opened(folder, np.array(STARTS), 0) as files:
+        for step in range(len(LEADS)):
+            for file, values in zip(files, fields, strict=True):
+                file.write(step, values[step])
     return fields
 
 

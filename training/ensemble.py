@@ -16,6 +16,7 @@ from torch import Tensor
 
 from distributed.collectives import as_group, gather_from_region
 from utils import comm
+from utils.device import to_device
 from utils.layout import Sizes, shard_sizes
 from utils.sample_order import own_positions
 from utils.schema import Config
@@ -81,7 +82,7 @@ def training_noise(config: Config, iteration: int, steps: int, x: Tensor) -> Ten
     )
     moments = [(TRAINING, iteration, place) for place in places]
     noise = draw_noise(config.seed, moments, own_members(config), steps, config.noise_features)
-    return noise.to(x.device, x.dtype, non_blocking=True)
+    return to_device(noise.to(x.dtype), x.device)  # the host goes on while it is copied
 
 
 def one_member(config: Config, x: Tensor) -> tuple[Tensor, ...]:

@@ -9,7 +9,8 @@ Of M members x_i and the truth y:
 - Rank histogram: how often the truth is below all members, between the first and the second, ... It is flat where the
   truth may be any of them (Hamill 2001, doi:10.1175/1520-0493(2001)129<0550:IORHFV>2.0.CO;2).
 - Brier score of an event, the channel above a threshold: the square of probability less outcome, fair to M (Ferro 2014,
-  doi:10.1002/qj.2270). Thresholds are quantiles of the climatology's map.
+  doi:10.1002/qj.2270). Thresholds are quantiles of each point's own climate, see weather/climate_quantiles.py. Without
+  them they are quantiles of the climatology's map, the same at all points.
 """
 
 from typing import NamedTuple
@@ -21,8 +22,7 @@ from torch import Tensor
 from training.crps import crps_of_points
 from training.metrics import latitude_weights
 from utils import comm
-
-QUANTILES = (0.1, 0.5, 0.9)  # of the climatology, which events exceed
+from weather.climate_quantiles import QUANTILES
 
 
 class EnsembleScores(NamedTuple):
@@ -44,16 +44,20 @@ class EnsembleMetrics:
     """Collects the scores of normalised ensembles, sample by sample, on the device; `compute` gives their means.
 
     latitude: (H,) degrees. stds: (C, 1, 1), to give scores in physical units. climatology: (C, H, W), normalised, on
-    the device of the forecasts.
+    the device of the forecasts. thresholds: of events, the QUANTILES of each point's climate, (Q, C, H, W), likewise;
+    None: those of the climatology's map.
     """
 
-    def __init__(self, latitude: np.ndarray, stds: Tensor, climatology: Tensor):
+    def __init__(self, latitude: np.ndarray, stds: Tensor, climatology: Tensor, thresholds: Tensor | None = None):
         weights = torch.from_numpy(latitude_weights(latitude)).to(torch.float32)
         points = len(weights) * climatology.shape[-1]
         # The weights of all points add up to 1.
         self.weights = (weights / points)[:, None].to(climatology.device)  # (H, 1)
         self.stds = stds.flatten().double().cpu()  # (C,)
-        self.thresholds = quantiles_of_maps(climatology)  # (C, quantiles)
+        if thresholds is None:
+            of_maps = quantiles_of_maps(climatology)  # (C, Q)
+            thresholds = of_maps.T[:, :, None, None]
+        self.thresholds = thresholds  # (Q, C, H, W), or (Q, C, 1, 1)
         self.means: dict[str, list[Tensor]] = {"crps": [], "square": [], "variance": [], "ranks": [], "brier": []}
         self.members = 1
 
@@ -111,8 +115,7 @@ class EnsembleMetrics:
         """The score of each event, (B, C, quantiles)."""
         count = self.members
         scores = []
-        for threshold in self.thresholds.unbind(1):
-            limit = threshold[:, None, None]  # (C, 1, 1)
+        for limit in self.thresholds:  # (C, H, W), or (C, 1, 1)
             hits = (members >= limit).sum(1).float()  # members with the event
             happened = (target >= limit).float()
             score = (hits / count - happened).square()

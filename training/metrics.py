@@ -6,6 +6,8 @@ the climatology, is computed for each sample and averaged. Persistence forecasts
 time mean of the training years.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -28,6 +30,12 @@ def latitude_weights(latitude: np.ndarray) -> np.ndarray:
     sines = np.sin(np.deg2rad(bounds.clip(-90, 90)))
     area = np.abs(np.diff(sines))
     return area / area.mean()
+
+
+def normalised_climatology(statistics: Sequence[np.ndarray], device: torch.device) -> Tensor:
+    """The climatology of some channels as the model sees fields, (C, H, W). statistics: means, stds, time means."""
+    means, stds, time_means = map(torch.from_numpy, statistics)
+    return ((time_means - means) / stds).to(device)
 
 
 class ForecastMetrics:

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from training.checkpoint import State, collect_state
+from training.checkpoint_files import config_of
 from training.external_weights import is_external, load_external_weights, match_weights
 from training.model_state import collect_extra, later_names
 from training.step import TrainingStep
@@ -47,8 +48,13 @@ def start_from(path: str, config: Config, step: TrainingStep) -> None:
         for line in found.misfits():
             log.info("Initial weights: %s", line)
     else:
-        folder, _ = agreement.on_main(lambda: find(path, "best"))
-        load_weights_into(step.parallel, folder)
+        folder, marker = agreement.on_main(lambda: find(path, "best"))
+        # An ensemble may begin as a single forecast, which had no weights for noise.
+        trained = config_of(marker, str(folder))
+        gains_noise = config.noise_of_model > 0 and trained.noise_of_model == 0
+        new = load_weights_into(step.parallel, folder, may_lack=gains_noise)
+        if new:
+            log.info("Initial weights: drawn for noise (%d): %s", len(new), ", ".join(new))
         path = str(folder)
     # An average that began with drawn weights would drag these towards them.
     if step.average:

@@ -85,11 +85,11 @@ def stored_tensors(folder: Path) -> dict[str, "TensorStorageMetadata"]:
     return {name: tensor for name, tensor in stored.items() if isinstance(tensor, TensorStorageMetadata)}
 
 
-def load_weights_into(parallel: ParallelModel, folder: Path) -> None:
+def load_weights_into(parallel: ParallelModel, folder: Path, may_lack: bool = False) -> list[str]:
     """Load the weights of a checkpoint of any layout into a ParallelModel; each rank reads only its own shards.
 
-    They are the averaged ones where the run kept an average. All ranks call this together. Raises UsageError if the
-    checkpoint holds another model.
+    They are the averaged ones where the run kept an average. may_lack: weights that the checkpoint lacks stay as they
+    are; returns their names. All ranks call this together. Raises UsageError if the checkpoint holds another model.
     """
     import torch.distributed.checkpoint as dcp  # slow to import
 
@@ -103,7 +103,12 @@ def load_weights_into(parallel: ParallelModel, folder: Path) -> None:
     stored = stored_tensors(folder)
     averaged = {name for name in weights if f"ema.{name}" in stored}
     wanted: dict[str, dict[str, Any]] = {"model": {}, "ema": {}}
+    lacking: list[str] = []
     for name, tensor in view["model"].items():
+        is_stored = name in averaged or f"model.{name}" in stored
+        if may_lack and not is_stored:
+            lacking.append(name)
+            continue
         kind = "ema" if name in averaged else "model"
         wanted[kind][name] = tensor
     try:
@@ -118,3 +123,4 @@ def load_weights_into(parallel: ParallelModel, folder: Path) -> None:
     take_parts(tensors, view, parallel.split)
     extra = read_marker(folder)["trainer"].get("extra", {})
     restore_weights(model, weights, extra)
+    return lacking

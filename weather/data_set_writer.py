@@ -17,6 +17,7 @@ from tqdm import tqdm
 from utils.errors import UsageError, first_line
 from utils.files import whole_file
 from weather.channels import Channel
+from weather.climate_quantiles import FILE, LEAST_FRAMES, QUANTILES
 from weather.grid import Grid
 from weather.hdf5_file import is_hdf5, open_hdf5
 from weather.training_statistics import STATS, chunks, write_statistics
@@ -52,6 +53,9 @@ class DataSetWriter:
         self.settings = settings
         self.attributes = {"title": title, **attributes}
         self.stats = [self.out / "stats" / f"{name}.npy" for name in STATS]
+        of_training = [len(dates) for path, dates in self.dates.items() if path.parent.name == "train"]
+        if sum(of_training) >= LEAST_FRAMES:
+            self.stats.append(self.out / "stats" / FILE)
 
         # What is there already must be of this data set, or nothing is touched.
         there: list[Path] = []
@@ -71,8 +75,10 @@ class DataSetWriter:
         parents = [self.out, *self.out.absolute().parents]
         folder = next(parent for parent in parents if parent.exists())
         frame_bytes = 4 * len(self.channels) * len(self.grid.latitude) * len(self.grid.longitude)
-        # The statistics are as large as a frame, which holds the climatology.
-        frames = self._missing_frames() + 1
+        # The climatology is as large as a frame, and so is each quantile.
+        has_quantiles = any(path.name == FILE for path in self.stats)
+        images = 1 + len(QUANTILES) if has_quantiles else 1
+        frames = self._missing_frames() + images
         need = frame_bytes * frames
         free = shutil.disk_usage(folder).free
         if need > free:

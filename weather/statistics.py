@@ -53,7 +53,7 @@ def read_statistics(
     Raises UsageError if the file is missing, has another shape, or holds values that are not finite.
     """
     height, width = img_size or (1, 1)
-    values = _open_array(path)
+    values = open_array(path)
     enough = values.ndim == 4 and values.shape[0] == 1 and values.shape[1] >= channels
     if not enough or values.shape[2] < height or values.shape[3] < width:
         raise UsageError(f"{path}: expected shape (1, {channels}, {height}, {width}), found {values.shape}")
@@ -88,7 +88,8 @@ def positive_statistics(
     return values
 
 
-def _open_array(path: Path | str) -> np.ndarray:
+def open_array(path: Path | str) -> np.ndarray:
+    """The array of floats in a .npy file, which is read where it is used. Raises UsageError for anything else."""
     check_file(path)
     # Whatever is raised: numpy's parser of a header lets much through.
     with reported_as_usage_error(Exception, f"{path}: cannot be read as .npy statistics"):
@@ -111,7 +112,7 @@ def check_climatology(
     held against their means: others may be the same everywhere, as the day of the year is. img_size: (H, W) of the
     files. is_global: they are of the whole globe; means of the globe may stand beside the climatology of a region.
     """
-    time_means = _open_array(paths.time_means)[0]  # (C, H, W), of all points of the files
+    time_means = open_array(paths.time_means)[0]  # (C, H, W), of all points of the files
     height, width = time_means.shape[1:]
     is_grid_of_files = (height, width) == tuple(img_size)
     is_grid_of_images = (height, width) == statistics.time_means.shape[1:]

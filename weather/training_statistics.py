@@ -10,6 +10,7 @@ import numpy as np
 from utils.errors import UsageError, reading
 from utils.files import whole_file
 from weather.channels import channel_key
+from weather.climate_quantiles import FILE, climate_quantiles
 from weather.data_check import describe_problem
 from weather.store_path import StorePath
 from weather.time_axis import TimeAxis, read_time_axis
@@ -140,10 +141,19 @@ def write_statistics(
         path = folder / f"{name}.npy"
         if path.exists():
             continue
-        with whole_file(path) as part, open(part, "wb") as file:
-            np.save(file, value)
+        _save(path, value)
+        written.append(path)
+    path = folder / FILE
+    quantiles = None if path.exists() else climate_quantiles(years)
+    if quantiles is not None:
+        _save(path, quantiles)
         written.append(path)
     return written
+
+
+def _save(path: Path, values: np.ndarray) -> None:
+    with whole_file(path) as part, open(part, "wb") as file:
+        np.save(file, values)
 
 
 def _follows(year: YearFile, axis: TimeAxis | None) -> np.ndarray:

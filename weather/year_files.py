@@ -6,6 +6,7 @@
     OUT/stats/global_stds.npy        (1, C, 1, 1) float32, of the training years only
     OUT/stats/time_means.npy         (1, C, H, W) float32, the climatology of the training years
     OUT/stats/change_stds.npy        (1, C, 1, 1) float32, of the change from one training frame to the next
+    OUT/stats/quantiles.npy          (3, C, H, W) float32, of each point over 100 training frames or more
 
 data_set_writer.py writes them; sample_data.py and prepare_era5.py supply the frames.
 """

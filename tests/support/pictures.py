@@ -3,10 +3,10 @@
 Trainings in the tests draw none, but for those that ask for the fixture `pictures` and those in processes of their own.
 """
 
-from training.tasks import forecast
+from training.tasks import validation
 
-PICTURED = forecast.PICTURED
+PICTURED = validation.PICTURED
 
 
 def draw_none():
-    forecast.PICTURED = ()
+    validation.PICTURED = ()

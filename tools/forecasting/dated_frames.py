@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from training.tasks import forecast, task_of
+from training.tasks.frames_check import look_at_frames
 from utils.config import check_config, differing_keys, load_config, read_named_config
 from utils.errors import UsageError
 from utils.schema import Config, keys_that_affect
@@ -126,7 +127,7 @@ class DatedFrames:
             return notes
         if not is_training_data:
             check_unseen(record, self.dataset, checkpoint)
-        looked = forecast.look_at_frames(self.config, [self.dataset], self.statistics, is_training=False)
+        looked = look_at_frames(self.config, [self.dataset], self.statistics, is_training=False)
         return [*notes, looked.describe()]
 
     def read(self, times: np.ndarray) -> Tensor:

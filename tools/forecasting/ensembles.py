@@ -1,16 +1,18 @@
 """Scores of ensembles by lead time, beside those of single forecasts, and what they say in a table and in pictures."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tools.forecasting.lead_times import metrics_by_lead_time
 from tools.forecasting.spectra import spread
 from tools.tables import format_table
-from training.ensemble_metrics import QUANTILES, EnsembleMetrics
-from training.results import FORECASTS
+from training.ensemble_metrics import EnsembleMetrics
+from weather.climate_quantiles import QUANTILES
 
 Scores = dict[str, dict[str, dict[str, Any]]]  # {score: {forecast: {channel: values by lead time}}}
 OF_MODEL = ("spread", "spread_skill", "rank_histogram")
@@ -20,7 +22,8 @@ class LeadTimeEnsembles:
     """Scores of the model's members at each lead time, and of persistence and climatology as ensembles of one.
 
     The CRPS of a single forecast is its mean absolute error, so a deterministic model, persistence and climatology are
-    compared with an ensemble in one number. statistics: of the output channels. latitude: (H,) degrees.
+    compared with an ensemble in one number. Arguments as of metrics_by_lead_time; quantiles: of each point's climate,
+    (Q, C, H, W) in physical units, the thresholds of Brier scores; None: quantiles of the climatology's map.
     """
 
     def __init__(
@@ -29,12 +32,15 @@ class LeadTimeEnsembles:
         latitude: np.ndarray,
         statistics: Sequence[np.ndarray],
         device: torch.device,
+        quantiles: np.ndarray | None = None,
     ):
-        means, stds, time_means = map(torch.from_numpy, statistics)
-        self.climatology = ((time_means - means) / stds).to(device)
-        self.metrics: dict[str, list[EnsembleMetrics]] = {}  # of each forecast, one for each lead time
-        for name in FORECASTS:
-            self.metrics[name] = [EnsembleMetrics(latitude, stds, self.climatology) for _ in range(steps)]
+        thresholds = None
+        if quantiles is not None:
+            means, stds, _ = statistics
+            thresholds = torch.from_numpy((quantiles - means) / stds).to(device)
+        new = partial(EnsembleMetrics, thresholds=thresholds)
+        made = metrics_by_lead_time(new, steps, latitude, statistics, device)
+        self.climatology, self.metrics = made
 
     def update(self, step: int, start: Tensor, members: Tensor, truth: Tensor) -> None:
         """Add a batch at a step of the rollout, counted from 0.
@@ -67,13 +73,27 @@ class LeadTimeEnsembles:
         return scores
 
 
-def ensemble_table(scores: Scores, channels: Sequence[str], units: dict[str, str], leads: Sequence[int]) -> str:
-    """CRPS of each forecast, spread, spread over skill and Brier scores of the model by lead time, as text."""
+def ensemble_table(
+    scores: Scores,
+    channels: Sequence[str],
+    units: dict[str, str],
+    leads: Sequence[int],
+    others: Mapping[str, Mapping[str, Any]],
+) -> str:
+    """CRPS of each forecast, spread, spread over skill and Brier scores of the model by lead time, as text.
+
+    others: content of skill.json by run, whose CRPS are shown too: of a single forecast the mean absolute error.
+    """
     shown = spread(len(leads))
     rows: list[list[Any]] = []
     for name in channels:
         label = f"{name} ({units[name]})"
         lines = {f"CRPS {forecast}": values[name] for forecast, values in scores["crps"].items()}
+        for run, record in others.items():
+            # The record may be of a version that had no such score.
+            of_run = record.get("crps", {}).get("model", {})
+            if name in of_run:
+                lines[f"CRPS {run}"] = of_run[name]
         lines["spread"] = scores["spread"]["model"][name]
         lines["spread / skill"] = scores["spread_skill"]["model"][name]
         for number, quantile in enumerate(QUANTILES):

@@ -10,20 +10,16 @@ Rasp et al. 2024, arXiv:2308.15560; https://weatherbench2.readthedocs.io (init-t
 """
 
 from collections.abc import Sequence
-from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xarray
-from xarray.backends import H5NetCDFStore
 
 from utils.errors import UsageError, os_errors_as_usage_errors
-from utils.files import whole_file
 from weather.channels import ERA5, QUANTITIES, channel_key, channel_of, find_conversion
 from weather.grid import HOUR, Grid
-from weather.hdf5_file import WITHOUT_LOCKS
 from weather.time_axis import show
 
 FULL = {"_FillValue": None}  # encoding: no value is missing
@@ -88,16 +84,6 @@ def attributes(
 def file_name(start: np.datetime64) -> str:
     """Name of the NetCDF file of a start date: forecast-2018-01-05T06.nc."""
     return f"forecast-{show(start).replace(':', '')}.nc"
-
-
-def write_netcdf(folder: Path | str, forecast: xarray.Dataset, layout: str = "cf") -> None:
-    """Write a Dataset of forecast_dataset to a file named by its start date. Raises OSError, naming the file."""
-    start = forecast["forecast_reference_time"].values[0]
-    file = Path(folder) / file_name(start)
-    with whole_file(file) as part:
-        data = weatherbench2_dataset(forecast) if layout == "weatherbench2" else forecast
-        with closing(H5NetCDFStore.open(part, mode="w", driver_kwds=WITHOUT_LOCKS)) as store:
-            data.dump_to_store(store)
 
 
 def forecast_dataset(

@@ -1,6 +1,6 @@
 """Autoregressive forecasts: the output of a model after one step is its input for the next step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,22 +11,22 @@ from torch import Tensor
 from distributed.parallel_model import ParallelModel
 from tools.forecasting.dated_frames import DatedFrames
 from tools.forecasting.ensembles import LeadTimeEnsembles, Scores
-from tools.forecasting.output_files import forecast_dataset, write_netcdf
+from tools.forecasting.forecast_file import FileKind, ForecastFile
+from tools.forecasting.lead_times import LeadTimeSkill, Skill
+from tools.forecasting.shown_channel import Plume, ShownChannel
 from tools.forecasting.spectra import LeadTimeSpectra, Spectra
 from training.ensemble import FORECAST, draw_noise, own_members, repeat_members, whole_members
-from training.metrics import ForecastMetrics
-from training.results import FORECASTS
 from training.step import autocast
 from training.tasks.forecast import rollout_of
 from utils import comm
+from utils.device import to_device
 from utils.errors import UsageError, nearest
 from utils.sample_order import Order
 from utils.schema import Config
+from weather.climate_quantiles import read_quantiles
 from weather.grid import HOUR, Grid
 
 HOURS_BEFORE_1970 = 10**9  # more than any date of data
-Example = tuple[np.ndarray, np.ndarray]
-Skill = dict[str, dict[str, dict[str, list[float]]]]  # {score: {forecast: {channel: value at each lead time}}}
 
 
 @dataclass
@@ -40,10 +40,12 @@ class Result:
     grid: Grid
     skill: Skill  # of LeadTimeSkill.compute
     ensembles: Scores  # of LeadTimeEnsembles.compute
+    thresholds: str  # of its Brier scores: what their quantiles are of
     spectra: Spectra
     channel: str  # the channel of the pictures
     truth: np.ndarray  # (L, H, W) of this channel after the first start, in physical units; may be empty beyond rank 0
-    forecast: np.ndarray  # likewise; of an ensemble its members, (L, M, H, W)
+    forecast: np.ndarray  # likewise; of an ensemble the mean of its members
+    plume: Plume | None  # of an ensemble, likewise
 
 
 def roll_out(
@@ -66,9 +68,11 @@ def roll_out(
     """
     rollout = _Rollout(parallel, frames, leads, config, channel)
     names, units, grid = rollout.names, rollout.units, rollout.grid
+    kind = FileKind(leads, names, units, grid, attributes, layout)
+    members = config.ensemble_size if config.ensemble_size > 1 else 0
     # One of the ranks that hold the same forecast.
     writes = comm.get_rank("image") == comm.get_rank("same_data") == 0
-    example: Example | None = None
+    shown: ShownChannel | None = None
 
     # Every rank makes as many batches of the same size, since all ranks of a sharded model take part in each forward
     # pass: dates after the first `count` of a batch repeat.
@@ -77,23 +81,50 @@ def roll_out(
     with torch.no_grad(), autocast(config, frames.device):
         for batch, count in enumerate(order.counts()):
             dates = starts[order.samples(batch)]
-            is_example = writes and example is None
-            keeps = is_example or (writes and out is not None)
-            made = rollout.forecast(dates, count, keeps=keeps, shows=is_example)
-            if made is None:
-                continue
-            fields, truth = made
-            if is_example and count:
-                example = truth, fields[0, ..., rollout.shown, :, :]
-            if out:
-                for date, one in zip(dates, fields, strict=False):  # without the dates that repeat
-                    forecast = forecast_dataset(date, leads, one, names, units, grid, attributes)
-                    write_netcdf(out, forecast, layout)
+            of_batch = None  # what pictures need is taken of the first start
+            if writes and shown is None and count:
+                of_batch = shown = ShownChannel()
+            written = dates[:count] if writes and out is not None else dates[:0]
+            with kind.opened(out or "", written, members) as files:
+                _forecast_batch(rollout, dates, count, files, of_batch)
     scores = rollout.skill.compute(names)  # a collective: after it, every rank has written its files
-    ensembles = rollout.ensembles.compute(names)
+    ensembles_by_lead = rollout.ensembles.compute(names)
     spectra = rollout.spectra.compute()
-    shown_truth, shown_forecast = example or (np.empty(0), np.empty(0))
-    return Result(starts, leads, names, units, grid, scores, ensembles, spectra, channel, shown_truth, shown_forecast)
+    shown = shown or ShownChannel()
+    return Result(
+        starts=starts,
+        leads=leads,
+        names=names,
+        units=units,
+        grid=grid,
+        skill=scores,
+        ensembles=ensembles_by_lead,
+        thresholds=rollout.thresholds,
+        spectra=spectra,
+        channel=channel,
+        truth=shown.truth(),
+        forecast=shown.forecast(),
+        plume=shown.plume(),
+    )
+
+
+def _forecast_batch(
+    rollout: "_Rollout", dates: np.ndarray, count: int, files: Sequence[ForecastFile], shown: ShownChannel | None
+) -> None:
+    """Forecast from some dates, of which the first `count` are scored. Each lead time is written before the next one.
+
+    files: of the first dates; none, where this rank writes nothing. shown: takes the forecast from the first date.
+    """
+    for step, (ensembles, truths) in enumerate(rollout.forecast(dates, count)):
+        for file, ensemble in zip(files, ensembles, strict=False):
+            fields = rollout.physical(ensemble)  # (M, C, H, W)
+            if not rollout.is_ensemble:
+                fields = fields[0]
+            file.write(step, fields)
+        if shown is not None:
+            members = rollout.of_channel(ensembles[0])  # (M, H, W)
+            truth = rollout.of_channel(truths[0])  # (H, W)
+            shown.add(members, truth)
 
 
 class _Rollout:
@@ -116,54 +147,49 @@ class _Rollout:
         self.means = torch.from_numpy(means)
         self.stds = torch.from_numpy(stds)
         self.skill = LeadTimeSkill(len(leads), self.grid.latitude, statistics, frames.device)
-        self.ensembles = LeadTimeEnsembles(len(leads), self.grid.latitude, statistics, frames.device)
-        self.spectra = LeadTimeSpectra(leads, self.grid, self.stds, frames.device)
+        quantiles = read_quantiles(config.global_stds_path, self.n_out, config.img_size)
+        self.thresholds = "of the map of the climatology" if quantiles is None else "of the climate of each point"
+        self.ensembles = LeadTimeEnsembles(len(leads), self.grid.latitude, statistics, frames.device, quantiles)
+        # Of a member: the mean of several is blurred, which is shown beside it.
+        self.is_ensemble = config.ensemble_size > 1
+        drawn = ("model", "truth", "mean") if self.is_ensemble else ("model", "truth")
+        self.spectra = LeadTimeSpectra(leads, self.grid, self.stds, frames.device, drawn)
 
-    def forecast(
-        self,
-        dates: np.ndarray,
-        count: int,
-        keeps: bool,
-        shows: bool,
-    ) -> Example | None:
-        """Forecast from some dates, of which the first `count` are scored.
+    def forecast(self, dates: np.ndarray, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Forecast from some dates, of which the first `count` are scored and yielded, lead time by lead time.
 
-        keeps: whether fields are wanted: forecasts (B, L, C, H, W), in physical units, and (B, L, M, C, H, W) of an
-        ensemble. shows: also the truth (L, H, W) of the shown channel after the first date, which is empty without.
+        Yields members (count, M, C, H, W), one of them without an ensemble, and truth (count, C, H, W), normalised.
         """
         frames = self.frames
         whole = self.parallel.whole_images
         read = [frames.read(dates + lead * HOUR) for lead in frames.input_leads]
         latest = torch.cat([frame[:, : self.config.n_in_channels] for frame in read], 1)  # (B, frames * C, h, w)
-        persistence = whole(read[0][:, : self.n_out])[:count]  # (b, C, H, W)
+        persistence = whole(read[0][:, : self.n_out])[:count]  # (count, C, H, W)
         steps = rollout_of(self.config, frames.device)
         noise = self._noise(dates)
         members = len(own_members(self.config))
         latest = repeat_members(latest, members) if noise is not None else latest
-        kept = []
-        truths = []
         for step, lead in enumerate(self.leads):
             present = dates + (lead - self.leads[0]) * HOUR
             x = frames.with_forcings(latest, np.repeat(present, members))
             noise_of_step = None if noise is None else noise[:, step : step + 1]  # (B m, 1, K)
             (state,) = steps.steps(self.parallel.model, x, 1, noise=noise_of_step)
             latest = steps.moved_on(latest, state)
-            ensemble = whole_members(whole(state), self.config)[:count]  # (b, M, C, H, W)
-            forecast = ensemble.mean(1)
+            ensemble = whole_members(whole(state), self.config)[:count]  # (count, M, C, H, W)
             frame = frames.read(dates + lead * HOUR)
             truth = whole(frame[:, : self.n_out])[:count]
-            self.skill.update(step, persistence, forecast, truth)
-            self.ensembles.update(step, persistence, ensemble, truth)
-            self.spectra.update(step, ensemble[:, 0], truth)  # of a member: the mean of several is blurred
-            if keeps:
-                wanted = forecast if noise is None else ensemble
-                kept.append(self._physical(wanted))
-            if shows:
-                truths.append(self._physical(truth[:1])[:, self.shown])
-        if not keeps:
-            return None
-        truth_of_shown = np.concatenate(truths) if shows else np.empty(0)  # (L, H, W)
-        return np.stack(kept, 1), truth_of_shown
+            self._score(step, persistence, ensemble, truth)
+            yield ensemble, truth
+
+    def _score(self, step: int, persistence: Tensor, ensemble: Tensor, truth: Tensor) -> None:
+        """Add a step to all scores. ensemble: (B, M, C, H, W); persistence, truth: (B, C, H, W); normalised."""
+        mean = ensemble.mean(1)
+        self.skill.update(step, persistence, mean, truth)
+        self.ensembles.update(step, persistence, ensemble, truth)
+        images = [ensemble[:, 0], truth]
+        if self.is_ensemble:
+            images.append(mean)
+        self.spectra.update(step, *images)
 
     def _noise(self, dates: np.ndarray) -> Tensor | None:
         """The noise of this rank's members of forecasts from some dates, (B m, L, K); None without an ensemble."""
@@ -175,10 +201,16 @@ class _Rollout:
         moments = [(FORECAST, int(hour) + HOURS_BEFORE_1970) for hour in hours]
         own = own_members(config)
         noise = draw_noise(config.seed, moments, own, len(self.leads), config.noise_features)
-        return noise.flatten(0, 1).to(self.frames.device)
+        return to_device(noise.flatten(0, 1), self.frames.device)
 
-    def _physical(self, fields: Tensor) -> np.ndarray:
+    def physical(self, fields: Tensor) -> np.ndarray:
+        """Normalised fields in their units, (..., C, H, W)."""
         return (fields.cpu() * self.stds + self.means).numpy()
+
+    def of_channel(self, fields: Tensor) -> np.ndarray:
+        """The shown channel of normalised fields in its units, (..., C, H, W) -> (..., H, W)."""
+        field = fields[..., self.shown, :, :].cpu()
+        return (field * self.stds[self.shown] + self.means[self.shown]).numpy()
 
 
 def shown_channel(names: Sequence[str], wanted: str | None) -> str:
@@ -205,50 +237,3 @@ def lead_times(config: Config, interval: int, lead_hours: int) -> list[int]:
             f"{config.n_out_channels}, not enough for a second step; give --lead_hours {step}"
         )
     return list(range(step, lead_hours + 1, step))
-
-
-class LeadTimeSkill:
-    """RMSE and ACC of the model, of persistence and of climatology at each lead time, over all starts of all ranks.
-
-    statistics: of the output channels. latitude: (H,) degrees.
-    """
-
-    def __init__(
-        self,
-        steps: int,
-        latitude: np.ndarray,
-        statistics: Sequence[np.ndarray],
-        device: torch.device,
-    ):
-        means, stds, time_means = map(torch.from_numpy, statistics)
-        self.climatology = ((time_means - means) / stds).to(device)
-        self.metrics: dict[str, list[ForecastMetrics]] = {}  # of each forecast, one for each lead time
-        for name in FORECASTS:
-            self.metrics[name] = [ForecastMetrics(latitude, stds, self.climatology) for _ in range(steps)]
-
-    def update(self, step: int, start: Tensor, forecast: Tensor, truth: Tensor) -> None:
-        """Add the errors of a batch at a step of the rollout, counted from 0.
-
-        start (the initial state), forecast, truth: whole images, (B, C, H, W), normalised.
-        """
-        forecasts = {
-            "model": forecast,
-            "persistence": start,
-            "climatology": self.climatology.expand_as(truth),
-        }
-        for name, field in forecasts.items():
-            self.metrics[name][step].update(field, truth)
-
-    def compute(self, names: Sequence[str]) -> Skill:
-        """{"rmse": {forecast: {channel: value at each lead time}}, "acc": the same without climatology}.
-
-        RMSE is in physical units. names: of the channels. All ranks call this together.
-        """
-        scores: Skill = {"rmse": {}, "acc": {}}
-        for forecast, metrics in self.metrics.items():
-            by_lead = [m.compute() for m in metrics]
-            for score, values in zip(scores, zip(*by_lead, strict=True), strict=True):
-                by_channel = torch.stack(values, dim=1).tolist()
-                scores[score][forecast] = dict(zip(names, by_channel, strict=True))
-        del scores["acc"]["climatology"]  # climatology has no anomaly
-        return scores

@@ -9,15 +9,16 @@ import numpy as np
 from tools.forecasting.ensembles import ensemble_table
 from tools.forecasting.output_files import SKILL, file_name
 from tools.forecasting.rollout import Result
+from tools.forecasting.shown_channel import Plume
 from tools.forecasting.spectra import spread
 from tools.pictures import save
 from tools.tables import format_table
-from training.ensemble_metrics import QUANTILES
-from training.ensemble_pictures import ensemble_figure
+from training.ensemble_pictures import blur_figure, ensemble_figure
 from training.pictures import animate, lead_time_figure, skill_figure, spectra_figure
 from training.results import HEADLINE
 from utils.errors import UsageError
 from utils.files import read_json, write_json
+from weather.climate_quantiles import QUANTILES
 from weather.grid import HOUR
 from weather.time_axis import show
 
@@ -39,10 +40,13 @@ def write_report(
     record = _skill_record(result, about, headline, units)
     write_json(out / SKILL, record)
     pictures = _draw_pictures(result, out, headline, units)
+    if is_ensemble(result):
+        pictures.insert(0, "blur.png")
+        _draw_blur(result, out / "blur.png", headline, units, others)
 
     print(f"\n{skill_table(result, headline, units)}")
     if is_ensemble(result):
-        print(f"\n{ensemble_table(result.ensembles, headline, units, result.leads)}")
+        print(f"\n{ensemble_table(result.ensembles, headline, units, result.leads, others)}")
     for run, skill in {"": record, **others}.items():
         hours = [f"{name} {useful_hours(skill['rmse'], name, result.leads)} h" for name in headline]
         of_run = f" ({run})" if run else ""
@@ -82,6 +86,7 @@ def _skill_record(
         **result.skill,
         **result.ensembles,
         "brier_quantiles": QUANTILES,
+        "brier_thresholds": result.thresholds,
         "spectra": {
             "lead_hours": spectra.leads,
             "ratio_up_to_km": spectra.short,  # short waves of every channel, of truth
@@ -99,10 +104,9 @@ def _draw_pictures(result: Result, out: Path, headline: Sequence[str], units: di
     pictures = ["skill.png", "spectra.png", f"{channel}.png", f"{channel}.webp"]
     skill_file, spectra_file, maps_file, animation_file = (out / name for name in pictures)
     forecast = result.forecast  # (L, H, W)
-    if is_ensemble(result):
+    if result.plume is not None:
         pictures.insert(0, "ensemble.png")
-        _draw_ensemble(result, out / "ensemble.png", unit)
-        forecast = forecast.mean(1)
+        _draw_ensemble(result, result.plume, out / "ensemble.png", unit)
 
     curves = skill_figure(result.skill, headline, units, result.leads)
     save(curves, skill_file, dpi=100)
@@ -132,12 +136,46 @@ def is_ensemble(result: Result) -> bool:
     return "spread" in result.ensembles
 
 
-def _draw_ensemble(result: Result, file: Path, unit: str) -> None:
+def _draw_ensemble(result: Result, plume: Plume, file: Path, unit: str) -> None:
     """Draw the members of the shown channel after the first start, and the ranks of the truth over all starts."""
     channel = result.channel
-    histogram = result.ensembles["rank_histogram"]["model"][channel][-1]
-    title = f"{channel}, {result.forecast.shape[1]} members from {show(result.starts[0])}"
-    figure = ensemble_figure(result.forecast, result.truth, histogram, result.leads, result.grid, title, unit)
+    row, column = plume.point
+    figure = ensemble_figure(
+        members=plume.members,
+        truth=result.truth[:, row, column],
+        point=plume.point,
+        spread=plume.spread,
+        histogram=result.ensembles["rank_histogram"]["model"][channel][-1],
+        leads=result.leads,
+        grid=result.grid,
+        title=f"{channel}, {plume.members.shape[1]} members from {show(result.starts[0])}",
+        units=unit,
+    )
+    save(figure, file, dpi=100)
+
+
+def _draw_blur(
+    result: Result,
+    file: Path,
+    headline: Sequence[str],
+    units: dict[str, str],
+    others: Mapping[str, dict[str, Any]],
+) -> None:
+    """Draw the power of truth, a member, the mean of the members, and of other runs, at the last lead time."""
+    names = {"truth": "truth", "model": "a member", "mean": "mean of the members"}
+    spectra = result.spectra
+    curves: dict[str, dict[str, np.ndarray]] = {}
+    for channel in headline:
+        of_channel = spectra.of(result.names.index(channel))
+        curves[channel] = {label: of_channel[name][-1] for name, label in names.items()}
+        for run, record in others.items():
+            power = record.get("spectra", {}).get("power", {}).get(channel)
+            if power is None:  # of another version
+                continue
+            of_run = np.array(power["model"][-1], float)
+            if of_run.shape == spectra.wavelengths.shape:  # of the same grid
+                curves[channel][run] = of_run
+    figure = blur_figure(curves, spectra.wavelengths, spectra.leads[-1], units)
     save(figure, file, dpi=100)
 
 

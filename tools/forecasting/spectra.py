@@ -26,11 +26,11 @@ class Spectra:
 
     leads: list[int]  # (L,) hours
     wavelengths: np.ndarray  # (K,) km, the mean over the rows
-    power: dict[str, np.ndarray]  # {"model" or "truth": (C, L, K)}, squared units of the channel times m
+    power: dict[str, np.ndarray]  # {"model", "truth", ..: (C, L, K)}, squared units of the channel times m
     short: float  # km: waves up to this length count as short
 
     def of(self, channel: int) -> dict[str, np.ndarray]:
-        """The spectra of one channel, given by its index: {"model" or "truth": (L, K)}."""
+        """The spectra of one channel, given by its index: {"model", "truth", ..: (L, K)}."""
         return {name: power[channel] for name, power in self.power.items()}
 
     def ratio(self) -> np.ndarray:
@@ -54,7 +54,8 @@ def spread(count: int, parts: int = 5) -> list[int]:
 class LeadTimeSpectra:
     """Sums up the power spectra of forecasts and truth on the device, at some of the lead times.
 
-    leads: of all steps, hours. grid: of whole images; its rows need not be whole circles. stds: (C, 1, 1).
+    leads: of all steps, hours. grid: of whole images; its rows need not be whole circles. stds: (C, 1, 1). names: of
+    the images that `update` takes.
     """
 
     def __init__(
@@ -63,8 +64,10 @@ class LeadTimeSpectra:
         grid: Grid,
         stds: Tensor,
         device: torch.device,
+        names: Sequence[str] = ("model", "truth"),
     ):
         self.leads = leads
+        self.names = names
         self.steps = {step: place for place, step in enumerate(spread(len(leads)))}  # place: in the sums
 
         # A grid may have no rows of middle latitudes. Then all rows count but the poles, which have no length.
@@ -87,25 +90,25 @@ class LeadTimeSpectra:
         variances = stds.float().square()  # (C, 1, 1)
         row_lengths = torch.from_numpy(lengths).float()[:, None]  # (h, 1)
         self.scale = (2000 * variances * row_lengths).to(device)  # (C, h, 1)
-        self.sums = torch.zeros(len(self.steps), 2, len(stds), waves, device=device)
+        self.sums = torch.zeros(len(self.steps), len(names), len(stds), waves, device=device)
         self.samples = torch.zeros(len(self.steps), device=device)
 
-    def update(self, step: int, forecast: Tensor, truth: Tensor) -> None:
+    def update(self, step: int, *fields_of_names: Tensor) -> None:
         """Add a batch at a step of the rollout, counted from 0; most steps are left out.
 
-        forecast, truth: whole images, (B, C, H, W), normalised.
+        fields_of_names: of each of `names` whole images, (B, C, H, W), normalised.
         """
-        is_empty = len(forecast) == 0  # a rank may have no start left
+        is_empty = len(fields_of_names[0]) == 0  # a rank may have no start left
         if step not in self.steps or is_empty:
             return
-        images = torch.stack([forecast, truth], 1)  # (B, 2, C, H, W)
-        fields = images.index_select(-2, self.rows)  # (B, 2, C, h, W)
+        images = torch.stack(fields_of_names, 1)  # (B, n, C, H, W)
+        fields = images.index_select(-2, self.rows)  # (B, n, C, h, W)
         amplitudes = torch.fft.rfft(fields.float(), norm="forward")
-        waves = amplitudes[..., 1:]  # (B, 2, C, h, W / 2), without the mean of a row
-        power = (waves.abs().square() * self.scale).mean(-2)  # (B, 2, C, W / 2)
+        waves = amplitudes[..., 1:]  # (B, n, C, h, W / 2), without the mean of a row
+        power = (waves.abs().square() * self.scale).mean(-2)  # (B, n, C, W / 2)
         place = self.steps[step]
         self.sums[place] += power.sum(0)
-        self.samples[place] += len(forecast)
+        self.samples[place] += len(images)
 
     def compute(self) -> Spectra:
         """The mean over all samples of all ranks. All ranks call this together."""
@@ -114,10 +117,9 @@ class LeadTimeSpectra:
         total = comm.global_mean(packed[None]).cpu()
         sums = total[:, :-1]
         samples = total[:, -1:]
-        mean = (sums / samples).view(self.sums.shape).numpy()  # (L, 2, C, K)
-        power = {
-            "model": mean[:, 0].swapaxes(0, 1),  # (C, L, K)
-            "truth": mean[:, 1].swapaxes(0, 1),
-        }
+        mean = (sums / samples).view(self.sums.shape).numpy()  # (L, n, C, K)
+        power = {}
+        for number, name in enumerate(self.names):
+            power[name] = mean[:, number].swapaxes(0, 1)  # (C, L, K)
         leads = [self.leads[step] for step in self.steps]
         return Spectra(leads, self.wavelengths, power, self.short)

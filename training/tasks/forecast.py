@@ -1,12 +1,10 @@
 """Forecasting: from the state of the atmosphere to the state one step later, on year files."""
 
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,29 +12,25 @@ from torch import Tensor
 from distributed.collectives import as_group, sum_over_ranks
 from distributed.parallel_model import ParallelModel
 from training.crps import exchange_points, own_points, weighted_crps
-from training.ensemble import VALIDATION, draw_noise, members_of_ranks, own_members, repeat_members, whole_members
-from training.ensemble_metrics import EnsembleMetrics
+from training.ensemble import members_of_ranks, repeat_members
 from training.losses import loss_weights, relative_l2, weighted_squared_error
-from training.metrics import ForecastMetrics
 from training.region import check_columns
-from training.results import skill_table
-from training.rollout import Network, Rollout
+from training.rollout import Rollout
+from training.tasks.frames_check import check_test_years, look_at_frames
 from training.tasks.task import Task, Validator
+from training.tasks.validation import EnsembleValidator, ForecastValidator
 from utils import comm
 from utils.data_loader import BatchLoader, DataLoader, reads_samples
 from utils.errors import UsageError
 from utils.schema import Config, count_forcings
 from weather.channels import CHANNELS
-from weather.data_check import DataCheck
 from weather.data_record import Record, check_same_kind, make_record
 from weather.dataset import FieldDataset
 from weather.forcings import Forcings
 from weather.grid import latitudes
 from weather.remote_store import RemoteOptions
 from weather.splits import check_apart
-from weather.statistics import Paths, Statistics, check_changes, check_climatology, positive_statistics, read_statistics
-
-PICTURED = ("u10", "z500")
+from weather.statistics import Statistics, check_changes, positive_statistics, read_statistics
 
 
 class ForecastTask(Task):
@@ -242,48 +236,6 @@ def loader_class(name: str) -> type[BatchLoader]:
     return DaliDataLoader
 
 
-def check_test_years(config: Config, train: FieldDataset) -> list[str]:
-    """Look at the test years, if they are there already; returns notes on what a forecast will refuse.
-
-    Raises UsageError where the test years beside the training years, in the same folder, are of the training.
-    """
-    try:
-        channels = max(config.n_in_channels, config.n_out_channels)
-        # The test years need fewer options: nobody trains on them.
-        test = FieldDataset(config.inf_data_path, channels, config.img_size, config.dt)
-    except UsageError:
-        return []  # training needs no test years: what is wrong with them is for the forecast to say
-    with closing(test):
-        try:
-            test.check_step_like(train)
-            return check_apart(test, train)
-        except UsageError as error:
-            # The path may be that of a config, which nobody has changed, to other data.
-            is_of_same_data = Path(config.inf_data_path).parent == Path(config.train_data_path).parent
-            if is_of_same_data:
-                raise
-            return [f"forecasts on inf_data_path will be refused: {error}"]
-
-
-def look_at_frames(
-    config: Config, datasets: Sequence[FieldDataset], statistics: Statistics, is_training: bool
-) -> DataCheck:
-    """Look at this rank's share of the frames, and hold the statistics against those of the first data set."""
-    first = datasets[0]
-    names = first.description.names
-    paths = Paths(config.global_means_path, config.global_stds_path, config.time_means_path)
-    if comm.is_main():  # it reads a file as large as a frame, which is the same for all ranks
-        img_size = first.files[0].shape[2:]
-        is_global = first.description.grid.is_global
-        check_climatology(paths, statistics, names, img_size, is_global)
-    looked = DataCheck(datasets, config.check_data, (comm.rank(), comm.world_size()))
-    looked.run(comm.is_main())
-    # A run on a few samples has other statistics than all of the years.
-    is_of_training = is_training and config.limit_nsamples is None
-    looked.sums.check(statistics, names, paths, first.folder, is_of_training)
-    return looked
-
-
 def statistics_of(config: Config, names: Sequence[str] = ()) -> Statistics:
     """The statistics that a config names, of its channels and image. Raises UsageError where they cannot be used."""
     channels = max(config.n_in_channels, config.n_out_channels)
@@ -308,199 +260,3 @@ def rollout_of(config: Config, device: torch.device) -> Rollout:
         check_changes(path, changes, config.global_stds_path, stds)
     change_scale = torch.from_numpy(changes / stds).to(device)
     return Rollout(config, change_scale)
-
-
-class ForecastValidator(Validator):
-    """Loss of the whole forecasts; RMSE and ACC of their first step, beside those of persistence and climatology."""
-
-    def __init__(
-        self,
-        loader: BatchLoader,
-        rollout: Rollout,
-        sample_losses: Callable[[Tensor, Tensor], Tensor],
-    ):
-        super().__init__(loader)
-        self.rollout = rollout
-        self.sample_losses = sample_losses
-        n = loader.n_out
-        # A loader knows of a data set what it reads; ours say more.
-        dataset = cast(FieldDataset, loader.dataset)
-        statistics = cast(Statistics, loader.statistics)
-        # The first channels are the ones that are forecast.
-        names, units, self.grid = dataset.description
-        self.names = names[:n]
-        self.units = units[:n]
-        self.means = torch.from_numpy(statistics.means[:n])  # (n_out, 1, 1)
-        self.stds = torch.from_numpy(statistics.stds[:n])  # (n_out, 1, 1)
-        time_means = torch.from_numpy(statistics.time_means[:n])  # (n_out, H, W)
-        self.climatology = ((time_means - self.means) / self.stds).to(loader.device)
-        self.new_metrics = partial(ForecastMetrics, self.grid.latitude, self.stds, self.climatology)
-        self.baselines: dict[str, dict[str, float]] = {}  # the same in every pass: scored in the first
-
-    def network(self, parallel: ParallelModel) -> Network:
-        """The model as a forecast calls it, with images and, in an ensemble, noise."""
-
-        def call(x: Tensor, *noise: Tensor) -> Tensor:
-            return parallel.predict(x, self.loader.n_out, *noise)
-
-        return call
-
-    def describe(self, summary: dict[str, Any]) -> str:
-        """RMSE of the headline channels beside persistence and climatology."""
-        return skill_table(summary)
-
-    def score(
-        self,
-        parallel: ParallelModel,
-        beat: Callable[[], None],
-    ) -> dict[str, Any]:
-        """{"val_loss", "rmse", "acc", "persistence_rmse", "climatology_rmse"}, all but the first by channel."""
-        metrics = self.new_metrics()
-        persistence = self.new_metrics()
-        climatology = self.new_metrics()
-        losses = []
-        example = None
-        n_out = self.loader.n_out
-        network = self.network(parallel)
-        for batch, (x, y, count) in enumerate(self.loader.valid()):
-            beat()
-            # Persistence forecasts the state of now.
-            state = parallel.whole_images(x[:, : self.loader.n_in])[:count]
-            forecasts = self.whole_steps(parallel, network, x, y, count, batch)
-
-            # The loss of a sample is the mean over the steps of its forecast. Other scores are of the first step.
-            step_losses = [self.sample_losses(prediction, target) for prediction, target in forecasts]
-            losses.append(torch.stack(step_losses).mean(0))
-            prediction, target = forecasts[0]
-            prediction = self.best_guess(prediction, target)
-            metrics.update(prediction, target)
-            if not self.baselines:
-                climatology.update(self.climatology.expand_as(target), target)
-                if self.loader.n_in >= n_out:
-                    persistence.update(state[:, :n_out], target)
-            if example is None and count:
-                example = target[:1].clone(), prediction[:1]
-
-        if not self.baselines:
-            scored = {"persistence_rmse": persistence, "climatology_rmse": climatology}
-            for name, baseline in scored.items():
-                if baseline.squared_errors:
-                    rmse, _ = baseline.compute()
-                    self.baselines[name] = self._by_channel(rmse)
-        if example is not None:  # more ranks than samples: some have none
-            self._draw(*example)
-        rmse, acc = metrics.compute()
-        val_loss = comm.global_mean(torch.cat(losses)).item()
-        return {
-            "val_loss": val_loss,
-            "rmse": self._by_channel(rmse),
-            "acc": self._by_channel(acc),
-            **self.baselines,
-        }
-
-    def best_guess(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """The forecast whose RMSE and ACC are told, (B, n_out, H, W), of a result of whole_steps."""
-        return prediction
-
-    def whole_steps(
-        self,
-        parallel: ParallelModel,
-        network: Network,
-        x: Tensor,
-        y: Tensor,
-        count: int,
-        batch: int,
-    ) -> list[tuple[Tensor, Tensor]]:
-        """(prediction, target) of each step of a forecast: whole images of the first `count` samples.
-
-        batch: number of the batch, from 0.
-        """
-        n_out = self.loader.n_out
-        targets = y.split(n_out, 1)
-        predictions = self.rollout.steps(network, x, len(targets))
-        pairs = []
-        for prediction, target in zip(predictions, targets, strict=True):
-            whole_prediction = parallel.whole_images(prediction)[:count]
-            whole_target = parallel.whole_images(target)[:count]
-            pairs.append((whole_prediction, whole_target))
-        return pairs
-
-    def _by_channel(self, values: Tensor) -> dict[str, float]:
-        return dict(zip(self.names, values.tolist(), strict=True))
-
-    def _draw(self, target: Tensor, prediction: Tensor) -> None:
-        """Make pictures of one sample, (1, n_out, H, W)."""
-        from training.pictures import lead_time_figure  # slow to import, and rank 0 alone draws
-
-        def in_units(image: Tensor, channel: int) -> np.ndarray:
-            normalised = image[:, channel].cpu()  # (1, H, W)
-            return (normalised * self.stds[channel] + self.means[channel]).numpy()
-
-        for channel, name in enumerate(self.names):
-            if name in PICTURED:
-                truth = in_units(target, channel)
-                forecast = in_units(prediction, channel)
-                self.figures[name] = lead_time_figure(truth, forecast, (), self.grid, name, self.units[channel])
-
-
-class EnsembleValidator(ForecastValidator):
-    """Loss of the whole ensembles; of their first step the scores of members, and those of their mean as a forecast."""
-
-    def __init__(
-        self,
-        loader: BatchLoader,
-        rollout: Rollout,
-        member_losses: Callable[[Tensor, Tensor], Tensor],
-        config: Config,
-    ):
-        super().__init__(loader, rollout, member_losses)
-        self.config = config
-        self.ensembles = self._new_ensembles()
-
-    def _new_ensembles(self) -> EnsembleMetrics:
-        return EnsembleMetrics(self.grid.latitude, self.stds, self.climatology)
-
-    def score(
-        self,
-        parallel: ParallelModel,
-        beat: Callable[[], None],
-    ) -> dict[str, Any]:
-        """As of one forecast, and {"crps", "spread", "spread_skill": by channel} of the ensembles."""
-        self.ensembles = self._new_ensembles()
-        scores = super().score(parallel, beat)
-        of_ensembles = self.ensembles.compute()
-        for name in ("crps", "spread", "spread_skill"):
-            scores[name] = self._by_channel(getattr(of_ensembles, name))
-        return scores
-
-    def best_guess(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """The mean of the members, which are scored. prediction: (B, M, n_out, H, W)."""
-        self.ensembles.update(prediction, target)
-        return prediction.mean(1)
-
-    def whole_steps(
-        self,
-        parallel: ParallelModel,
-        network: Network,
-        x: Tensor,
-        y: Tensor,
-        count: int,
-        batch: int,
-    ) -> list[tuple[Tensor, Tensor]]:
-        """(members, target) of each step: whole ensembles (B, M, n_out, H, W) and images of the first `count` samples.
-
-        A sample has the same noise in every validation.
-        """
-        targets = y.split(self.loader.n_out, 1)
-        samples = self.loader.order().samples(batch)
-        moments = [(VALIDATION, sample) for sample in samples]
-        own = own_members(self.config)
-        drawn = draw_noise(self.config.seed, moments, own, len(targets), self.config.noise_features)
-        noise = drawn.to(x.device, x.dtype).flatten(0, 1)  # (B m, steps, K)
-        states = self.rollout.steps(network, repeat_members(x, len(own)), len(targets), noise=noise)
-        pairs = []
-        for state, target in zip(states, targets, strict=True):
-            members = whole_members(parallel.whole_images(state), self.config)  # (B, M, n_out, H, W)
-            whole_target = parallel.whole_images(target)
-            pairs.append((members[:count], whole_target[:count]))
-        return pairs
