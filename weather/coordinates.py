@@ -89,6 +89,7 @@ def read_grid(file: StoredArrays) -> tuple[Grid, list[str]]:
 
 def _find(file: StoredArrays, axis: Axis) -> str | None:
     """The name of the array of an axis: by name, else by attributes; one of the right shape comes first."""
+    # Names are surer than attributes, and arrays of two dimensions come last.
     by_name = find_names(file, axis.names)
     named = by_name or _described(file, axis) or find_names(file, axis.mesh_names)
     points = file.shape[2 + axis.number]
@@ -136,6 +137,7 @@ def _read(file: StoredArrays, name: str, axis: Axis) -> np.ndarray:
         is_mesh = array.shape == file.shape[2:]
         if not is_mesh and array.shape != (points,):
             raise UsageError(f"{where} has shape {array.shape}, the fields need ({points},)")
+        # Packed integers would be other degrees.
         check_unpacked(array, where)
         stored = np.asarray(array[:], np.float64)
         units = text_attribute(array, "units").lower()
@@ -172,6 +174,7 @@ def check_degrees(values: np.ndarray, units: str, axis: Axis, where: str) -> Non
     are_small = len(values) > FEW_ROWS and np.abs(values).max() <= np.pi / 2
     looks_like_radians = axis is LATITUDE and are_small and not units.startswith("deg") and np.ptp(values) > 0
     if says_radians or looks_like_radians:
+        # The values in the message let its reader recognise them.
         lowest = values.min()
         highest = values.max()
         raise UsageError(
@@ -197,6 +200,7 @@ def _check_monotonic(latitude: np.ndarray, where: str) -> None:
 def _check_distinct(longitude: np.ndarray, where: str) -> None:
     """Raise UsageError where two columns have one longitude."""
     _check_neighbours(longitude, LONGITUDE, where)
+    # Columns may begin anywhere, so neighbours in value are looked for.
     order = np.argsort(longitude, stable=True)
     same = np.flatnonzero(np.diff(longitude[order]) == 0)
     if len(same):
@@ -212,6 +216,7 @@ def _check_neighbours(values: np.ndarray, axis: Axis, where: str) -> None:
         return
     first = int(same[0])
     value = values[first]
+    # An array that was never written holds one value.
     if np.ptp(values) == 0:
         raise UsageError(f"{where} is {value:g} in every {axis.place}: was it never written?")
     raise UsageError(f"{where} is {value:g} in {axis.place}s {first} and {first + 1}: was it written to the end?")
@@ -222,6 +227,7 @@ def check_dimensions(names: list[str], where: str) -> None:
 
     names: of the four dimensions, as stored; those that nobody knows pass. where: file and array.
     """
+    # Names that say clearly what a dimension is.
     known = dict.fromkeys((*LATITUDE.names, "y", "rlat"), "latitude")
     known |= dict.fromkeys((*LONGITUDE.names, "x", "rlon"), "longitude")
     known |= dict.fromkeys(("time", "valid_time", "times", "timestamp"), "time")

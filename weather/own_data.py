@@ -34,10 +34,12 @@ class OwnData:
     def __init__(self, addresses: Sequence[str], requests: Sequence[Request], block: int = 1):
         self.requests = requests
         self.block = block
+        # Points are averaged after reading, so that all sources have one grid first.
         self.stores = open_own_stores(addresses, requests)
         check_same_grid(self.stores)
         latitude = block_means(self.stores[0].latitude, block, -1)
         longitude = block_means(self.stores[0].longitude, block, -1)
+        # A patch needs neighbours, and so do the weights of rows.
         if min(len(latitude), len(longitude)) < 2:
             raise UsageError(f"coarsen {block}: leaves {len(latitude)} x {len(longitude)} points of {addresses[0]}")
         self.grid = Grid(latitude, longitude)
@@ -60,9 +62,11 @@ class OwnData:
 
     def _describe(self, request: Request) -> Channel:
         """The Channel of a request. Raises UsageError where sources state different units of one that is not known."""
+        # Values of a quantity that we know are converted to our units.
         known = request.known
         if request.quantity:
             return known
+        # Of another variable nobody could tell which of two units its values have.
         units: dict[str, str] = {}
         for store in self.stores:
             if store.fields.get(request.variable):
@@ -73,6 +77,7 @@ class OwnData:
         return known._replace(units=next(iter(units)))
 
     def _make_index(self) -> Index:
+        # All levels of a variable are read at once.
         needed: dict[str, list[float | None]] = {}
         for request in self.requests:
             levels = needed.setdefault(request.variable, [])
@@ -89,6 +94,7 @@ class OwnData:
             for (variable, _), dates in zip(self.index.holders, times, strict=True):
                 spans.append(f"{variable} {minute(dates[0])} to {minute(dates[-1])}")
             raise UsageError(f"{addresses}: no date has all variables: {'; '.join(spans)}")
+        # Dates that some variables lack are told, since a gap in time breaks samples.
         most = max(len(dates) for dates in times)
         if len(common) < most:
             print(f"{len(common)} of {most} dates have all variables: the others are left out")
@@ -102,6 +108,7 @@ class OwnData:
         """Read frames (T, C, H, W) float32 at some of the dates. Raises UsageError for values that are no data."""
         height = len(self.grid.latitude)
         width = len(self.grid.longitude)
+        # (T, C, H, W), filled channel by channel
         out = np.empty((len(times), len(self.requests), height, width), np.float32)
         for variable, levels in self.index.needed.items():
             values, sources = self.index.read(variable, times)  # (T, L, h, w), (T, L)
@@ -125,6 +132,7 @@ class OwnData:
         problem = check.find(fields[:, None])
         if problem is None:
             return
+        # The message names the variable as the file calls it, where its reader will look.
         store = self.stores[sources[problem.frame]]
         name = store.fields[request.variable][0].name
         field = fields[problem.frame]
@@ -140,5 +148,6 @@ class OwnData:
     def _mend(self, request: Request) -> str:
         if not request.quantity:
             return "leave the variable, or these frames, out"
+        # A name of ours for another quantity is the likely slip.
         other = f"--variables NAME={request.variable}"
         return f"write its true units, or convert it; if it is something else than {request.name}, name it: {other}"

@@ -28,6 +28,7 @@ class OwnStore(Store):
     """
 
     def __init__(self, address: str, requests: Sequence[Request], opened: Source | None = None):
+        # The parent's constructor looks for fields, and asks for these.
         self.requests = {request.variable: request for request in requests}
         super().__init__(address, opened)
 
@@ -93,11 +94,13 @@ class OwnStore(Store):
             if known:
                 grids.setdefault(tuple(sorted(known)), name)
         if len(grids) > 1:
+            # The reader sees which variables to bring together.
             listed = " and ".join(f"{name} on [{', '.join(dims)}]" for dims, name in grids.items())
             raise UsageError(f"{self.address}: has two grids, {listed}: bring them onto one (cdo remapbil)")
 
     def _find_other_levels(self, found: dict[str, xarray.Variable], axes: Axes) -> str | None:
         """A dimension of levels that are no pressures, such as a depth: the only other one, with a coordinate."""
+        # What is no other axis, and more than one long, may be it.
         known = {*axes.values(), VERSIONS}
         others = {}
         for variable in found.values():
@@ -113,6 +116,7 @@ class OwnStore(Store):
         name = self.axes["level"]
         if name is None:
             return []
+        # Only pressures are converted to hPa; a depth in metres stays as it is.
         units = units_of(self.source.variables[name])
         pressures = {spelling.lower() for spelling in ERA5["units"]["hPa"]}
         names, _ = ERA5["dimensions"]["level"]
@@ -146,6 +150,7 @@ class OwnStore(Store):
         units = units_of(variable)
         if meaning is not None and not units:
             units = meaning.units
+        # Levels lie along a dimension, or stand in the name or in a single value.
         if self.axes["level"] in variable.dims:
             return Field(name, variable, units, has_levels=True)
         level: float | None = meaning.level if meaning is not None else None
@@ -158,6 +163,7 @@ class OwnStore(Store):
         # Nothing is known of the units of other names, nor of units that are not stated: values are looked at.
         if not request.quantity or not field.units:
             return 1, 0
+        # Units that do not fit are another quantity, or a slip; both are told.
         known = request.known.units
         try:
             return conversion(f"{self.address}: {field.name} has", field.units, known)
@@ -173,6 +179,7 @@ class OwnStore(Store):
         longitude = read_numbers(self.address, columns, variables)
         assert rows is not None
         check_latitudes(latitude, units_of(variables[rows]), f"{self.address}: its {rows}")
+        # Columns are turned so that they run eastward without a jump.
         self.first_column, self.longitude = order_longitudes(longitude, f"{self.address}: its {columns}")
         self.is_south_first = bool(latitude[0] < latitude[-1])
         self.latitude = latitude[::-1] if self.is_south_first else latitude
@@ -208,6 +215,7 @@ def open_own_stores(addresses: Sequence[str], requests: Sequence[Request]) -> li
     """The sources, opened. Raises UsageError."""
     stores = []
     for address in addresses:
+        # An address may hold several sources.
         sources = open_source(address)
         # A GRIB file is a source for each variable, and may hold more than what is asked for.
         wanted = []
@@ -224,6 +232,7 @@ def check_same_grid(stores: Sequence[OwnStore]) -> None:
     first = stores[0]
     for store in stores[1:]:
         for axis in HORIZONTAL:
+            # Coordinates in float32 and in float64 differ in their last digits.
             ours = getattr(first, axis)
             theirs = getattr(store, axis)
             is_same = len(ours) == len(theirs) and np.allclose(ours, theirs, rtol=0, atol=1e-3)

@@ -50,6 +50,7 @@ def prepare_data(
     Returns the number of files written. Raises UsageError for sources or settings that cannot be used, other data in
     `out` and too little disk space, before anything is written; for values that are no data when they are read.
     """
+    # Which channels, of which sources, at which dates.
     requests = parse_requests(variables)
     data = OwnData([str(source) for source in sources], requests, coarsen)
     split = split_by_share(data.dates, shares)
@@ -70,6 +71,7 @@ def prepare_data(
     }
     addresses = dict.fromkeys(store.address for store in data.stores)
     attributes = {"made_from": " ".join(addresses)}
+    # What is there already, and of the same settings, stays.
     writer = DataSetWriter(Path(out), dates, data.channels, data.grid, settings, TITLE, attributes)
     # Look for all that will be read before anything is written.
     if writer.missing:
@@ -78,6 +80,7 @@ def prepare_data(
     def read_frames(path: Path, first: int, count: int) -> np.ndarray:
         return data.frames(dates[path][first : first + count])
 
+    # Files first, then what train.py and people have to know of them.
     made = writer.write(read_frames)
     _describe(Path(out), data, split)
     write_own_config(Path(out), data.grid, [channel.name for channel in data.channels])
@@ -101,8 +104,10 @@ def split_by_date(
     """{split: its dates}: before valid_from, from there on, from test_from on. Raises UsageError."""
     if valid_from is None or test_from is None:
         raise UsageError("--valid_from and --test_from belong together: give both, or --shares")
+    # A split backwards would train on what it is tested on.
     if valid_from >= test_from:
         raise UsageError(f"--valid_from {show(valid_from)} is not before --test_from {show(test_from)}")
+    # The first date of a part belongs to it.
     places = np.searchsorted(dates, [valid_from, test_from])
     parts = np.split(dates, places)
     return _checked(dict(zip(SPLITS, parts, strict=True)), dates)
@@ -110,6 +115,7 @@ def split_by_date(
 
 def _checked(split: dict[str, np.ndarray], dates: np.ndarray) -> dict[str, np.ndarray]:
     """The split. Raises UsageError where a part has no pair of frames."""
+    # A sample is a frame and a later one.
     for name, part in split.items():
         if len(part) < FEWEST:
             raise UsageError(
@@ -125,6 +131,7 @@ def _name_files(out: Path, split: Mapping[str, np.ndarray]) -> dict[Path, np.nda
     for name, dates in split.items():
         years = years_of(dates[[0, -1]])
         first, last = years.tolist()
+        # The name is read as years elsewhere, so it says no more.
         stem = f"{first:04d}" if first == last else f"{first:04d}-{last:04d}"
         files[out / name / f"{stem}.h5"] = dates
     return files

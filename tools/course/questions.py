@@ -18,6 +18,7 @@ FOLDER = ROOT / "docs/questions"
 WHEN = ("before", "after")
 RUNGS = (1, 2, 3, 4)
 ROUNDING = 1e-9  # by which numbers that are read from text may differ
+# What a question may say; another key is a slip of the pen.
 KEYS = ("ask", "answer", "because", "choices", "unit", "tolerance")
 
 
@@ -41,6 +42,7 @@ class Question:
         """Whether an answer is right; an empty one is not."""
         if self.choices:
             return given == self.answer
+        # A share of the answer, so that questions of any unit have one rule.
         found = number(given)
         wanted = float(self.answer)
         bound = self.tolerance * abs(wanted) + ROUNDING
@@ -59,6 +61,7 @@ class QuestionSet:
     @cached_property
     def mark(self) -> str:
         """A few characters that change with what is asked, so that answers to other questions are told apart."""
+        # Explanations may change: they decide on no answer.
         asked = []
         for question in self.questions:
             choices = list(question.choices)
@@ -78,8 +81,10 @@ def number(text: str) -> float | None:
 
 def read_questions(rung: int, folder: Path = FOLDER) -> dict[str, QuestionSet]:
     """The questions of a rung by when they are asked. Raises UsageError for a file that is not as it should be."""
+    # The name of a file begins with its rung.
     (path,) = folder.glob(f"{rung}_*.yml")
     text = read_text(path)
+    # First whether it is YAML at all, then whether it says what is needed.
     with reported_as_usage_error(ValueError, str(path)):
         content = parse_yaml(text)
     with reported_as_usage_error((KeyError, TypeError, AttributeError), f"{path}: not the form of such a file"):
@@ -102,6 +107,7 @@ def _question(entry: Mapping[str, Any], when: str, path: Path) -> Question:
     # A number and a word of YAML become the text that a learner would give.
     choices = tuple(asked.get("choices", ()))
     answer = str(asked["answer"])
+    # A wrong file would judge a whole class wrongly.
     if choices and answer not in choices:
         raise UsageError(f"{where}: the answer {answer!r} is no choice")
     if not choices and number(answer) is None:

@@ -44,6 +44,7 @@ def take(folder: Path, questions: QuestionSet, read: Callable[[str], str], tell:
     read: shows a prompt and returns a line. Raises UsageError where there are answers already, or where lines end
     too early: nothing is written then.
     """
+    # Nothing that was handed in is ever written over.
     file = file_of(folder, questions)
     if file.exists():
         raise UsageError(f"{file}: these questions are answered; the first answers count")
@@ -64,6 +65,7 @@ def take(folder: Path, questions: QuestionSet, read: Callable[[str], str], tell:
             answer = f"{question.answer} {question.unit}".rstrip()
             verdict = f"It is {answer}."
         tell(f"   {verdict} {question.because} (docs/{question.section})")
+    # The mark tells which questions these were, should they change later.
     record = {
         "rung": questions.rung,
         "when": questions.when,
@@ -77,6 +79,7 @@ def take(folder: Path, questions: QuestionSet, read: Callable[[str], str], tell:
 
 def _ask(question: Question, read: Callable[[str], str], tell: Callable[[str], None]) -> str:
     """An answer to a question as the page would give it: a choice in full, or a number."""
+    # Choices are typed as letters and kept as words, as the page keeps them.
     letters = {}
     for letter, choice in zip("abcdefgh", question.choices, strict=False):
         letters[letter] = choice
@@ -86,6 +89,7 @@ def _ask(question: Question, read: Callable[[str], str], tell: Callable[[str], N
     if letters:
         wanted = "/".join(letters)
         complaint = "   a letter, please"
+    # Whatever is neither an answer nor an empty line is asked for again.
     while True:
         given = read(f"   [{wanted}] ").strip()
         if not given:
@@ -109,6 +113,7 @@ def read_class(folder: Path) -> tuple[list[HandedIn], list[str]]:
     """
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder; it holds one folder for each learner")
+    # One bad file costs nobody the answers of the others.
     found: dict[tuple[str, int, str], HandedIn] = {}
     complaints = []
     files = list(_files(folder))
@@ -122,6 +127,7 @@ def read_class(folder: Path) -> tuple[list[HandedIn], list[str]]:
         earlier = found.get(key)
         if earlier:
             complaints.append(f"{file}: {learner} has answered these questions twice; the first answers count")
+            # Times are texts of one form and zone, so that they sort.
             if earlier.time <= handed.time:
                 continue
         found[key] = handed
@@ -139,6 +145,7 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _read(learner: str, file: Path) -> HandedIn:
+    # Folders of learners may hold anything, a device or a huge file too.
     if not file.is_file() or file.stat().st_size > MOST_BYTES:
         raise UsageError(f"{file}: no file of answers")
     with os_errors_as_usage_errors():
@@ -162,6 +169,7 @@ def _parts(record: Any, file: Path) -> tuple[int, str, dict[str, Any], str]:
     rung: Any = record.get("rung")
     when: Any = record.get("when")
     answers: Any = record.get("answers")
+    # JSON that a learner has edited may hold any type.
     has_rung = isinstance(rung, int) and rung in RUNGS
     has_moment = isinstance(when, str) and when in WHEN
     has_answers = isinstance(answers, dict)
@@ -195,6 +203,7 @@ def _table_of_questions(rung: int, handed: Sequence[HandedIn]) -> str:
     names = [question.name for question in sets["before"].questions]
     wanted = {name: [name] for name in names}
     wanted["all"] = names
+    # A row for each question, and one for all together.
     rows: list[list[Any]] = []
     for label, chosen in wanted.items():
         gain = None
@@ -223,6 +232,7 @@ def _percent(handed, names):
 
 def _table_of_learners(handed: Sequence[HandedIn]) -> str:
     """Right answers of each learner."""
+    # Only what somebody has answered gets a column.
     counts = {}
     for each in handed:
         counts[each.learner, each.rung, each.when] = sum(each.right.values())
