@@ -52,6 +52,7 @@ class DataSetWriter:
         self.grid = grid
         self.settings = settings
         self.attributes = {"title": title, **attributes}
+        # Few frames have no quantiles worth the name.
         self.stats = [self.out / "stats" / f"{name}.npy" for name in STATS]
         of_training = [len(dates) for path, dates in self.dates.items() if path.parent.name == "train"]
         if sum(of_training) >= LEAST_FRAMES:
@@ -98,6 +99,7 @@ class DataSetWriter:
         described = self._write(read_frames, constant or {})
         files = [*self.dates, *self.stats]
         size = sum(path.stat().st_size for path in files)
+        # What a second call has found complete is said, since it does nothing.
         news = "complete, nothing to do" if described and not self.missing else f"{len(self.missing)} made"
         frames = sum(len(dates) for dates in self.dates.values())
         print(f"{self.out}: {len(self.dates)} files ({news}), {frames} frames, {size / 1e6:.1f} MB")
@@ -132,6 +134,7 @@ class DataSetWriter:
     ) -> h5py.Dataset:
         """Write everything but the fields into a file; returns the empty dataset of the fields."""
         latitude, longitude = self.grid
+        # Hours are whole for most data, and fractions for the others.
         seconds = dates.astype("datetime64[s]").astype(np.int64)
         hours = seconds / 3600
         scales: dict[str, tuple[Sequence[Any] | np.ndarray, str | None]] = {

@@ -41,6 +41,7 @@ def parse_requests(texts: Iterable[str]) -> list[Request]:
     A channel of a known quantity has our name for it: 2m_temperature is t2m. Any other keeps its own, with the level
     behind it.
     """
+    # Each level is a channel of its own.
     requests: list[Request] = []
     for text in texts:
         match = REQUEST.fullmatch(text)
@@ -65,6 +66,7 @@ def _parse_levels(text: str, levels: str | None) -> list[float | None]:
 
 
 def _make_request(variable: str, given: str, stated: float | None) -> Request:
+    # The user's name for it, else that of the file, says which quantity it is.
     name = given or variable
     meaning = meaning_of(name)
     quantity = meaning.quantity if meaning is not None else ""
@@ -86,6 +88,7 @@ def _make_request(variable: str, given: str, stated: float | None) -> Request:
 
 def _check_distinct(requests: list[Request]) -> None:
     """Raise UsageError for two channels of one name, and for a variable that is taken for two quantities."""
+    # Files and scores tell channels apart by their names.
     by_name: dict[str, Request] = {}
     by_variable: dict[str, Request] = {}
     for request in requests:

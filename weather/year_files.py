@@ -68,6 +68,7 @@ class YearFileWriter(DataSetWriter):
         title: str,
         attributes: dict[str, Any],
     ):
+        # A file for each year, in the folder of its split.
         folder = Path(out)
         dates: dict[Path, np.ndarray] = {}
         for year, split in _split_years(splits).items():

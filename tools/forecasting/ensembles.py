@@ -37,6 +37,7 @@ class LeadTimeEnsembles:
         thresholds = None
         if quantiles is not None:
             means, stds, _ = statistics
+            # Scores are of normalised fields.
             thresholds = torch.from_numpy((quantiles - means) / stds).to(device)
         new = partial(EnsembleMetrics, thresholds=thresholds)
         made = metrics_by_lead_time(new, steps, latitude, statistics, device)
@@ -47,6 +48,7 @@ class LeadTimeEnsembles:
 
         members: (B, M, C, H, W). start (the initial state), truth: (B, C, H, W). All are whole and normalised.
         """
+        # Single forecasts are ensembles of one member.
         ensembles = {
             "model": members,
             "persistence": start[:, None],
@@ -63,6 +65,7 @@ class LeadTimeEnsembles:
         """
         scores: Scores = {}
         for forecast, metrics in self.metrics.items():
+            # The sums of all ranks come together in here.
             by_lead = [each.compute() for each in metrics]
             is_ensemble = metrics[0].members > 1
             for score in ("crps", "brier", *OF_MODEL):
@@ -84,6 +87,7 @@ def ensemble_table(
 
     others: content of skill.json by run, whose CRPS are shown too: of a single forecast the mean absolute error.
     """
+    # A table has room for some of the lead times.
     shown = spread(len(leads))
     rows: list[list[Any]] = []
     for name in channels:

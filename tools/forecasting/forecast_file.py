@@ -18,6 +18,7 @@ from utils.files import whole_file
 from weather.grid import Grid
 from weather.hdf5_file import WITHOUT_LOCKS
 
+# Each layout has a name of its own for it.
 LEAD_TIME = {"cf": "lead_time", "weatherbench2": "prediction_timedelta"}  # the dimension, by layout
 FIELD_AXES = 4  # of a field at least: start date, lead time, latitude, longitude
 
@@ -52,6 +53,7 @@ class FileKind:
         grid: Grid,
     ) -> xarray.Dataset:
         """The forecast from a date at some lead times, in the layout of the files. fields: as of forecast_dataset."""
+        # The other layout is made of this one, so that both hold the same numbers.
         forecast = forecast_dataset(start, leads, fields, self.names, self.units, grid, self.attributes)
         return weatherbench2_dataset(forecast) if self.layout == "weatherbench2" else forecast
 
@@ -63,6 +65,7 @@ class FileKind:
         channels = (members, len(self.names)) if members else (len(self.names),)
         image = [len(axis) for axis in self.grid]
         one_lead_time = np.zeros((1, *channels, *image), np.float32)
+        # At a single lead time there is everything else: coordinates, attributes, storage.
         one = self.dataset(start, self.leads[:1], one_lead_time, self.grid)
         # At a single point there are the coordinates of all lead times.
         point = Grid(self.grid.latitude[:1], self.grid.longitude[:1])
@@ -70,6 +73,7 @@ class FileKind:
         timed = self.dataset(start, self.leads, one_point, point)
 
         lead = LEAD_TIME[self.layout]
+        # The whole is put together of both; a field of zeros is repeated, not stored.
         variables = {}
         for name, variable in one.variables.items():
             variables[name] = variable
@@ -90,6 +94,7 @@ class FileKind:
         with ExitStack() as stack:
             files = []
             for start in starts:
+                # A forecast that is interrupted leaves no file that looks complete.
                 part = stack.enter_context(whole_file(Path(folder) / file_name(start)))
                 store = stack.enter_context(closing(H5NetCDFStore.open(part, mode="w", driver_kwds=WITHOUT_LOCKS)))
                 self.blank(start, members).dump_to_store(store, writer=WithoutFields())
@@ -119,8 +124,10 @@ class ForecastFile:
     def write(self, step: int, fields: np.ndarray) -> None:
         """Write the fields of a step of the forecast, counted from 0: (C, H, W), or (M, C, H, W) of members."""
         kind = self.kind
+        # The same way as the blank was made, so that units and order of dimensions agree.
         one = kind.dataset(self.start, [kind.leads[step]], fields[None], kind.grid)
         for name, field in one.data_vars.items():
             # The first axes are start date and lead time.
             self.store.ds[name][:, step : step + 1] = field.values
+        # Nothing of this lead time stays in memory.
         self.store.sync()

@@ -28,6 +28,7 @@ def metrics_by_lead_time(
     """
     climatology = normalised_climatology(statistics, device)
     stds = torch.from_numpy(statistics[1])
+    # Each lead time is scored by itself: errors grow with it.
     metrics = {}
     for name in FORECASTS:
         metrics[name] = [new(latitude, stds, climatology) for _ in range(steps)]
@@ -55,6 +56,7 @@ class LeadTimeSkill:
 
         start (the initial state), forecast, truth: whole images, (B, C, H, W), normalised.
         """
+        # Each has the same truth, so that the scores compare.
         forecasts = {
             "model": forecast,
             "persistence": start,
@@ -70,6 +72,7 @@ class LeadTimeSkill:
         """
         scores: Skill = {"rmse": {}, "acc": {}}
         for forecast, metrics in self.metrics.items():
+            # The sums of all ranks come together in here.
             by_lead = [m.compute() for m in metrics]
             for score, values in zip(scores, zip(*by_lead, strict=True), strict=True):
                 by_channel = torch.stack(values, dim=1).tolist()

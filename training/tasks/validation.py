@@ -70,12 +70,14 @@ class ForecastValidator(Validator):
         beat: Callable[[], None],
     ) -> dict[str, Any]:
         """{"val_loss", "rmse", "acc", "persistence_rmse", "climatology_rmse"}, all but the first by channel."""
+        # Scores of the model, and of the two forecasts that need no model.
         metrics = self.new_metrics()
         persistence = self.new_metrics()
         climatology = self.new_metrics()
         losses = []
         example = None
         n_out = self.loader.n_out
+        # Every rank passes over its share of the samples; the sums come together at the end.
         network = self.network(parallel)
         for batch, (x, y, count) in enumerate(self.loader.valid()):
             beat()
@@ -90,6 +92,7 @@ class ForecastValidator(Validator):
             self.score_members(prediction, target)
             guess = self.best_guess(prediction)
             metrics.update(guess, target)
+            # They are the same in every validation, so that the first one is enough.
             if not self.baselines:
                 climatology.update(self.climatology.expand_as(target), target)
                 if self.loader.n_in >= n_out:
@@ -105,6 +108,7 @@ class ForecastValidator(Validator):
                     self.baselines[name] = self._by_channel(rmse)
         if example is not None:  # more ranks than samples: some have none
             self._draw(*example)
+        # Here ranks add up their sums: all of them come by.
         rmse, acc = metrics.compute()
         val_loss = comm.global_mean(torch.cat(losses)).item()
         return {
@@ -135,6 +139,7 @@ class ForecastValidator(Validator):
 
         batch: number of the batch, from 0.
         """
+        # (B, n_out, h, w) of each step; h and w are those of this rank's part
         targets = y.split(self.loader.n_out, 1)
         states = self.states(network, x, len(targets), batch)
         pairs = []
