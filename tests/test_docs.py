@@ -16,6 +16,7 @@ import warnings
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,6 +29,8 @@ from tools.benchmarks import ladder, layouts, loaders, scaling
 from tools.preflight import __main__ as preflight
 from utils.command_line import parse_command_line
 from utils.config import SCRIPTS, load_config
+from weather.grid import Grid
+from weather.own_config import write_own_config
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -77,8 +80,13 @@ def ranks_of(words):
 
 
 @pytest.mark.parametrize("line", commands())
-def test_a_command_is_one_that_the_programs_take(line):
+def test_a_command_is_one_that_the_programs_take(line, tmp_path):
     words = shlex.split(line, comments=True)
+    if "own" in words:  # the config that weather.prepare_data writes beside the data
+        write_own_config(tmp_path, Grid(np.linspace(55, 43.5, 24), np.linspace(-10, 9.5, 40)), ["t2m", "u10", "swh"])
+        place = words.index("--yaml_config") + 1
+        assert words[place].endswith("/config.yaml")
+        words[place] = str(tmp_path / "config.yaml")
     if words[0] == "make":
         assert all(word in TARGETS or "=" in word for word in words[1:])
         return

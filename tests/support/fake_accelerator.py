@@ -21,6 +21,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from distributed.data_parallel import DataParallelOptions, data_parallel
 from tools.planner.fake import fake_rank, pipeline_shapes
 from training.assembly import random_batch, split_as_configured
+from training.ensemble import one_member
 from training.model import build_model
 from training.optimizer import build_optimizer
 from training.spans import listening
@@ -102,8 +103,9 @@ def run_a_rank(config, layout, rank=0, mutate=None, steps=2):
         assert times.steps == steps
         if config.task == "forecast" and not parallel.pipeline:
             parallel.model.eval()
+            images, *noise = one_member(config, x)
             with step.autocast():
-                assert parallel.predict(x[:, : config.model_in_channels], config.n_out_channels).device == there
+                assert parallel.predict(images, config.n_out_channels, *noise).device == there
 
 
 def _read_the_loss(step):
