@@ -65,7 +65,7 @@ lint-docs:
 	@mkdir -p .cache/english && cp docs/english/.textlintrc.json docs/english/words.yml .cache/english
 	@cmp -s docs/english/package.json .cache/english/package.json || \
 	    { cp docs/english/package.json .cache/english && npm install --prefix .cache/english --no-package-lock --silent; }
-	cd .cache/english && node_modules/.bin/textlint ../../*.md ../../.github/SECURITY.md ../../exercises/*.md ../../docs/*.md ../../docs/reference/*.md
+	cd .cache/english && node_modules/.bin/textlint ../../*.md ../../.github/*.md ../../exercises/*.md ../../docs/*.md ../../docs/reference/*.md
 
 figures: .venv/installed-dev
 	ONLY="$(ONLY)" $(BIN)/cog -r -U -I . -p "from docs.figures import above, difference, output, picture, source, table" docs/*.md docs/reference/*.md
@@ -77,11 +77,11 @@ notebooks: .venv/installed-dev
 	$(BIN)/python -m docs.notebooks
 
 site: .venv/installed-site
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --config-file .mkdocs.yml --strict --quiet
 	@echo "open site/index.html, or make site-serve"
 
 site-serve: .venv/installed-site
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve --dev-addr 127.0.0.1:8000
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve --config-file .mkdocs.yml --dev-addr 127.0.0.1:8000
 
 slides: .venv/installed-site
 	$(PY) -m docs.slides

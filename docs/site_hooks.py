@@ -1,4 +1,4 @@
-"""Hooks of mkdocs (mkdocs.yml): pages from outside docs/, code as pages, tabs, folds and formulas.
+"""Hooks of mkdocs (.mkdocs.yml): pages from outside docs/, code as pages, tabs, folds and formulas.
 
 README and a few other pages of the repository lie outside docs/, and chapters link to files of code. Each of them is
 a page of the site, so that every link works there as it does in the repository.
@@ -21,8 +21,7 @@ OUTSIDE = {
     "README.md": "index.md",
     "exercises/README.md": "exercises.md",
     "example_logs/README.md": "example_logs.md",
-    "CONTRIBUTING.md": "contributing.md",
-    "CHANGELOG.md": "changelog.md",
+    ".github/CONTRIBUTING.md": "contributing.md",
     ".github/SECURITY.md": "security.md",
 }  # the file in the repository and its page
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".ipynb": "json"}

@@ -11,7 +11,7 @@ from pathlib import Path
 from utils.yaml_files import yaml
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+PAGE = (ROOT / ".github/CONTRIBUTING.md").read_text()
 TABLE = dict(re.findall(r"^\| (.+?) \| (`.+`.*?) \|$", PAGE, re.M))
 MODEL = """from torch import Tensor, nn
 

@@ -21,7 +21,7 @@ from utils.config import SCRIPTS, load_config
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs/moving"
-SCRIPT_FILES = re.findall(r"^    - moving/(\w+\.js)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+SCRIPT_FILES = re.findall(r"^    - moving/(\w+\.js)$", (ROOT / ".mkdocs.yml").read_text(), re.M)
 COLLECTIVES = ("broadcast", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 WIDTHS = (1400, 400)
 # Of every picture: each value of each control by itself, the others as they are, and every step of it.

@@ -1,7 +1,7 @@
 """Private names of torch that several modules need; where a public name exists, it is tried first.
 
 Checked with torch 2.11, 2.13 and 2.15. A private name that a single module needs stands in that module;
-CONTRIBUTING.md has the command that lists all of them.
+.github/CONTRIBUTING.md has the command that lists all of them.
 """
 
 import datetime
