@@ -65,7 +65,13 @@ def test_a_compiled_block_changes_no_number(ranks, tiny_config):
 
 
 @pytest.mark.slow("compiled layers in other layouts: tiles, the ring, tensor parallelism and sharded weights")
-@pytest.mark.parametrize("extra", [COMPILED, RECOMPUTED | COMPILED], ids=["compiled", "recomputed, compiled"])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        pytest.param(COMPILED, id="compiled"),
+        pytest.param(RECOMPUTED | COMPILED, id="recomputed, compiled", marks=pytest.mark.nightly),
+    ],
+)
 @pytest.mark.parametrize("layout", SEVERAL)
 def test_compiled_layers_change_no_number(ranks, tiny_config, layout, extra):
     check_training(ranks, tiny_config, layout, SIZES, backend=TRACED, **extra)

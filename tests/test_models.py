@@ -57,6 +57,7 @@ def test_ranks_of_unequal_bands_exchange_halos_and_gradients_in_the_same_order(r
 
 
 @pytest.mark.slow("neighborhood attention in compiled blocks")
+@pytest.mark.nightly
 def test_neighborhood_blocks_are_recomputed_and_compiled_on_tiles(ranks, tiny_config):
     extra = {"activation_checkpointing": "full", "enable_jit": True}
     options = MODELS["neighborhood"] | {"depth": 1}

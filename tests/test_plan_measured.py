@@ -286,6 +286,7 @@ def test_two_ranks_measure_a_machine_for_plans_of_two_ranks(tmp_path):
 
 
 @pytest.mark.slow("this machine is measured in turns with real layouts, and those that a search ranks first")
+@pytest.mark.nightly
 def test_layouts_run_for_real_are_planned_with_what_this_machine_does_in_the_same_minute(capsys, monkeypatch):
     names = "context_parallel=2 cp_method=ring", "1x2 data_parallel=fsdp", "embed_dim=64 (1 rank)"
     cases = [case for case in validate.build_cases(times=True) if case.name.endswith(names)]

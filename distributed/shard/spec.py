@@ -41,6 +41,7 @@ class Axis(NamedTuple):
 
 
 Derived = TypeVar("Derived")
+UNKNOWN: Any = object()  # stands for a derived value that was not made yet; None may be one
 Axes = tuple[Axis, ...]  # of one dimension
 Shares = tuple[Sizes, Group] | None  # elements on each rank of a group among which they are split; None: not split
 Pieces = Mapping[int, Sizes | None]  # {mesh dimension: sizes of its ranks, None: as even as possible}
@@ -222,9 +223,10 @@ class Spec:
         # A compiled step is traced once, so that a cache would serve nothing.
         if is_dynamo_compiling():
             return make()
-        if key not in self._derived:
-            self._derived[key] = make()
-        return self._derived[key]
+        found = self._derived.get(key, UNKNOWN)  # one look, because to hash a key takes time
+        if found is UNKNOWN:
+            found = self._derived[key] = make()
+        return found
 
     def resized(self, sizes: Mapping[int, int | Sizes]) -> "Spec":
         """The spec with other sizes of some dimensions: {dim: one size, or the sizes of all ranks}."""

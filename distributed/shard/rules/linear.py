@@ -135,7 +135,7 @@ def linear(
     out = None
     if type(weight) is not ShardTensor:
         spec = input.spec
-        features = weight.shape[0]
+        features = len(weight)  # E; weight.shape would make a torch.Size
 
         def of_whole_rows() -> Spec | None:
             if spec.is_split(-1):
