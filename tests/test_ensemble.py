@@ -114,13 +114,27 @@ def test_half_precision_and_averaged_weights(ranks, tiny_config):
         torch.testing.assert_close(losses, serial, rtol=2e-3, atol=0)
 
 
-def test_noise_is_named_by_sample_and_member():
+def test_noise_is_named_by_sample_and_member(tiny_config):
+    config = tiny_config(**ENSEMBLE, seed=3)
     moments = [(FORECAST, 7), (FORECAST, 8)]
-    whole = draw_noise(3, moments, range(5), 2, 6)
-    assert whole.shape == (2, 5, 2, 6) and whole.unique().numel() == whole.numel()
-    assert torch.equal(draw_noise(3, moments[1:], range(2, 4), 1, 6), whole[1:, 2:4, :1])
-    assert not torch.equal(draw_noise(4, moments, range(5), 2, 6), whole)
-    assert abs(draw_noise(0, moments, range(500), 2, 6).std().item() - 1) < 0.02
+    whole = draw_noise(config, moments, range(5), 2)
+    assert whole.shape == (2, 5, 2, 5) and whole.unique().numel() == whole.numel()
+    assert torch.equal(draw_noise(config, moments[1:], range(2, 4), 1), whole[1:, 2:4, :1])
+    assert not torch.equal(draw_noise(tiny_config(**ENSEMBLE, seed=4), moments, range(5), 2), whole)
+    assert abs(draw_noise(config, moments, range(500), 2).std().item() - 1) < 0.02
+
+
+@pytest.mark.parametrize("correlation", [0, 0.5, 1])
+def test_noise_is_as_alike_from_step_to_step_as_the_key_says(tiny_config, correlation):
+    config = tiny_config(**ENSEMBLE, noise_correlation=correlation)
+    moments = [(FORECAST, 7), (FORECAST, 8)]
+    noise = draw_noise(config, moments, range(500), 3)
+    first, second, third = noise.unbind(2)  # (2, 500, 5)
+    assert abs((first * second).mean().item() - correlation) < 0.05
+    assert abs((first * third).mean().item() - correlation**2) < 0.05
+    assert abs(third.std().item() - 1) < 0.03
+    # A forecast that is longer begins as a shorter one.
+    assert torch.equal(draw_noise(config, moments, range(2), 2), noise[:, :2, :2])
 
 
 def test_noise_is_copied_from_pinned_memory_so_that_the_host_goes_on(tiny_config, monkeypatch):
@@ -158,6 +172,7 @@ def test_a_layout_places_members_anywhere():
         (2, ["--ensemble_parallel=2"], "ensemble_parallel 2 shares out the members of a sample: give ensemble_size"),
         (1, ["--ensemble_size=4"], "ensemble_size 4: members are trained by loss crps, not relative_l2"),
         (1, ["--crps_alpha=1"], "crps_alpha belongs to an ensemble"),
+        (1, ["--noise_correlation=1"], "noise_correlation belongs to an ensemble"),
         (5, [*WORDS, "--ensemble_parallel=5", "--global_batch_size=5"], "5: more ranks than the 4 members of"),
         (2, [*WORDS, "--pipeline_parallel=2", "--gradient_accumulation=2"], "ensemble_size goes without pipeline"),
         (4, [*WORDS, "--ensemble_parallel=3"], "4 ranks cannot be split as ens 3 x dp: 4 is not a multiple of 3"),

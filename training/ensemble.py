@@ -8,6 +8,7 @@ Method: a model that takes noise, and is trained with a score of its members (La
 arXiv:2412.15832; Alet et al. 2025, FGN, arXiv:2506.10772).
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -44,11 +45,10 @@ def repeat_members(x: Tensor, count: int) -> Tensor:
 
 
 def draw_noise(
-    seed: int,
+    config: Config,
     moments: Iterable[Sequence[int]],
     members: Sequence[int],
     steps: int,
-    features: int,
 ) -> Tensor:
     """Normal random numbers of each member of each sample and each step of its forecast, (B, m, steps, K), float32.
 
@@ -58,9 +58,14 @@ def draw_noise(
     drawn = []
     for moment in moments:
         for member in members:
-            stream = np.random.default_rng([seed, *moment, member])
-            drawn.append(stream.standard_normal((steps, features), dtype=np.float32))
+            stream = np.random.default_rng([config.seed, *moment, member])
+            drawn.append(stream.standard_normal((steps, config.noise_features), dtype=np.float32))
     noise = np.stack(drawn)  # (B m, steps, K)
+    # Each step keeps a share of the step before, and as much is new as leaves the variance at 1.
+    correlation = config.noise_correlation
+    new_share = math.sqrt(1 - correlation**2)
+    for step in range(1, steps):
+        noise[:, step] = correlation * noise[:, step - 1] + new_share * noise[:, step]
     return torch.from_numpy(noise).unflatten(0, (-1, len(members)))
 
 
@@ -81,7 +86,7 @@ def training_noise(config: Config, iteration: int, steps: int, x: Tensor) -> Ten
         config.global_batch_size, comm.get_rank("dp"), comm.get_size("dp"), config.gradient_accumulation
     )
     moments = [(TRAINING, iteration, place) for place in places]
-    noise = draw_noise(config.seed, moments, own_members(config), steps, config.noise_features)
+    noise = draw_noise(config, moments, own_members(config), steps)
     return to_device(noise.to(x.dtype), x.device)  # the host goes on while it is copied
 
 

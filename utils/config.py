@@ -56,7 +56,7 @@ def _scripts_that_split_by(key: str) -> str:
 SPLITS = {key: _scripts_that_split_by(key) for key in SPLIT_KEYS}
 SHARDED = ("zero2", "fsdp", "hsdp")
 REPLICATED = ("ddp", "zero1")
-ENSEMBLE_KEYS = ("noise_features", "crps_alpha")  # they mean something with several members only
+ENSEMBLE_KEYS = ("noise_features", "noise_correlation", "crps_alpha")  # they mean something with several members only
 # Keys that belong to some values of data_parallel only.
 STRATEGY_KEYS = {
     "cpu_offload": SHARDED,

@@ -169,6 +169,13 @@ class Config(BaseModel):
     pressure_weights: bool = key("channels weigh as the pressure of their level", False, "training")
     ensemble_size: Members = key("crps: members of a sample, forecasts that differ by noise", 1, "training")
     noise_features: Size = key("ensembles: numbers of the noise of a member in a step", 16, "model")
+    noise_correlation: float = key(
+        "ensembles: of a member's noise with that of the step before, 0: new in each, 1: the same",
+        0,
+        "training",
+        ge=0,
+        le=1,
+    )
     crps_alpha: float = key("crps: 1: fair; less: almost fair, members may not agree", 0.95, "training", ge=0, le=1)
     rollout_steps: Steps = key("steps of a forecast to train over, each from the one before", 1, "training")
     rollout_schedule: list[Stage] = key("later rollout_steps: [600, 2] [900, 4]: 2 from 600 on, then 4", [], "training")

@@ -200,7 +200,7 @@ class _Rollout:
         # A stream has no name below zero, and dates before 1970 are.
         moments = [(FORECAST, int(hour) + HOURS_BEFORE_1970) for hour in hours]
         own = own_members(config)
-        noise = draw_noise(config.seed, moments, own, len(self.leads), config.noise_features)
+        noise = draw_noise(config, moments, own, len(self.leads))
         return to_device(noise.flatten(0, 1), self.frames.device)
 
     def physical(self, fields: Tensor) -> np.ndarray:

@@ -221,7 +221,7 @@ class EnsembleValidator(ForecastValidator):
         samples = self.loader.order().samples(batch)
         moments = [(VALIDATION, sample) for sample in samples]
         own = own_members(self.config)
-        drawn = draw_noise(self.config.seed, moments, own, steps, self.config.noise_features)
+        drawn = draw_noise(self.config, moments, own, steps)
         noise = to_device(drawn.to(x.dtype), x.device).flatten(0, 1)  # (B m, steps, K)
         return self.rollout.steps(network, repeat_members(x, len(own)), steps, noise=noise)
 
