@@ -1,6 +1,6 @@
 # make demo   set up, make sample data, train a small model, forecast with it
-# make demo-ensemble   the demo's sibling: train members that differ by noise with a CRPS, and forecast with eight, beside
-#             the demo's forecast where there is one
+# make demo-ensemble   the demo's sibling: go on from its weights, train members that differ by noise with a CRPS, and
+#             forecast with eight, beside the demo's forecast
 # make test   set up, run the tests without the slow ones; FILES=tests/test_vit.py or PYTEST_ARGS="-k name" run some,
 #             WORKERS=4 more at a time
 # make test-all   set up, run all tests, and print which lines they reach; takes the same variables, and COVERAGE= for none
@@ -34,10 +34,10 @@ demo: setup
 	$(BIN)/python train.py --config=demo
 	$(BIN)/python forecast.py --run_folder logs/demo/00
 
-demo-ensemble: setup
-	$(BIN)/python -m weather.sample_data data/quick
+# It goes on from the weights of the demo, which comes first where it was not run.
+demo-ensemble: setup $(if $(wildcard logs/demo/00/forecast/skill.json),,demo)
 	$(BIN)/python train.py --config=demo_ensemble
-	$(BIN)/python forecast.py --run_folder logs/demo_ensemble/00 --ensemble_size=8 $(if $(wildcard logs/demo/00/forecast/skill.json),--compare logs/demo/00)
+	$(BIN)/python forecast.py --run_folder logs/demo_ensemble/00 --ensemble_size=8 --compare logs/demo/00
 
 setup: .venv/installed
 

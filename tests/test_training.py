@@ -195,7 +195,7 @@ def test_a_run_starts_from_the_weights_of_another(run):
 def test_an_ensemble_starts_from_the_weights_of_a_single_forecast(run):
     """All of them; those for noise, which it did not have, are drawn."""
     first = run(run_num="first", ema=0.5)
-    told = {"loss": "crps", "ensemble_size": 2, "num_iters": 2, "warmup": 0, "lr": 1e-12}
+    told = {"loss": "crps", "ensemble_size": 2, "noise_features": 6, "num_iters": 2, "warmup": 0, "lr": 1e-12}
     second = run(run_num="second", init_from=str(first.folder), **told)
     assert "drawn for noise (4): noise_embed.first.weight" in second.log
     before, after = (load_weights(find(each.folder, "best")[0]) for each in (first, second))

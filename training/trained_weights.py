@@ -73,6 +73,9 @@ def check_origin(config: Config, checkpoint: Path, marker: Marker) -> None:
     """Raise UsageError where a checkpoint was trained with another model than that of a config."""
     trained = config_of(marker, str(checkpoint))
     for key in differing_keys(trained, config, "model"):
+        # A single forecast takes no noise. An ensemble that begins with it draws the weights of noise.
+        if key == "noise_features" and not trained.noise_of_model:
+            continue
         raise UsageError(f"{checkpoint}: was trained with {key} {getattr(trained, key)}, not {getattr(config, key)}")
 
 
