@@ -22,7 +22,8 @@ from distributed.shard.operands import (
 )
 from distributed.shard.redistribute import sizes_of
 from distributed.shard.rules.reductions import Dims, dims_of, kept
-from distributed.shard.rules.windows import Window, extended, no_outputs, output_shape, splits_of
+from distributed.shard.rules.spatial import fetch_halos, no_outputs, splits_of
+from distributed.shard.rules.windows import Window, output_shape
 from distributed.shard.spec import Spec, unsplit_axes
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
@@ -227,7 +228,7 @@ def unfold(
     windows = {dim: Window(size, step)}
     shape = output_shape(func, part, splits, windows)  # (..., windows, ...)
     # A window belongs to the rank that holds its middle row.
-    part, new, _ = extended(part, splits, windows, shape, fill=None)
+    part, new, _ = fetch_halos(part, splits, windows, shape, fill=None)
     resized = x.spec.resized({dim: new.get(dim, shape[dim])})
     out = x.spec.with_dims((*resized.dims, unsplit_axes(size)))
     if 0 in shape:

@@ -24,7 +24,7 @@ from distributed.shard.operands import (
 )
 from distributed.shard.rules.along import unshard_dims
 from distributed.shard.rules.elementwise import own_stream
-from distributed.shard.rules.windows import no_outputs, request
+from distributed.shard.rules.spatial import no_outputs, request
 from distributed.shard.spec import part_of, unsplit_axes
 from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, rule, wrap
 from networks.neighborhood import attend_windows, neighborhood_attention, per_axis, window_starts

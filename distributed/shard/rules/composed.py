@@ -17,7 +17,7 @@ from distributed.shard.operands import sum_partial
 from distributed.shard.rules.elementwise import own_stream
 from distributed.shard.rules.normalization import of_channels
 from distributed.shard.rules.reductions import kept
-from distributed.shard.rules.windows import spatial, windows_of
+from distributed.shard.rules.windows import ntuple, windows_of
 from distributed.shard.tensor import (
     NoRule,
     ShardTensor,
@@ -259,10 +259,10 @@ def unfold(
     stride: PerAxis = 1,
 ) -> Tensor:
     """Windows of an image as columns: (B, C, H, W) -> (B, C kh kw, windows)."""
-    kh, kw = spatial(kernel_size, 2)
-    dh, dw = spatial(dilation, 2)
-    ph, pw = spatial(padding, 2)
-    sh, sw = spatial(stride, 2)
+    kh, kw = ntuple(kernel_size, 2)
+    dh, dw = ntuple(dilation, 2)
+    ph, pw = ntuple(padding, 2)
+    sh, sw = ntuple(stride, 2)
     x = F.pad(input, (pw, pw, ph, ph))
 
     # A window spans all rows from its first to its last, of which it has every dh-th.
@@ -285,11 +285,11 @@ def fold(
     stride: PerAxis = 1,
 ) -> Tensor:
     """Add up windows to an image, (B, C kh kw, windows) -> (B, C, H, W): a transposed convolution that copies."""
-    sizes = spatial(output_size, 2)
-    kernel = spatial(kernel_size, 2)
-    steps = spatial(dilation, 2)
-    pads = spatial(padding, 2)
-    strides = spatial(stride, 2)
+    sizes = ntuple(output_size, 2)
+    kernel = ntuple(kernel_size, 2)
+    steps = ntuple(dilation, 2)
+    pads = ntuple(padding, 2)
+    strides = ntuple(stride, 2)
     windows = windows_of(range(2), kernel, strides, pads, steps).values()
     counts = []  # of windows along each axis
     more = []  # rows at the end that no window reaches

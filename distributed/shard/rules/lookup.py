@@ -24,7 +24,8 @@ from distributed.shard.operands import (
     to_spec,
 )
 from distributed.shard.rules.along import moved, unshard_dims
-from distributed.shard.rules.windows import Splits, no_outputs, splits_of
+from distributed.shard.rules.spatial import no_outputs, splits_of
+from distributed.shard.rules.windows import Splits
 from distributed.shard.spec import Axes, Axis, Spec, merged, mesh_dims_of, shard_sizes, unsplit_axes
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
