@@ -21,7 +21,7 @@ from distributed.shard.operands import (
     sum_partial,
 )
 from distributed.shard.redistribute import sizes_of
-from distributed.shard.rules.reductions import Dims, dims_of, kept
+from distributed.shard.rules.reductions import Dims, dims_of, drop_dims
 from distributed.shard.rules.spatial import fetch_halos, no_outputs, splits_of
 from distributed.shard.rules.windows import Window, output_shape
 from distributed.shard.spec import Spec, unsplit_axes
@@ -134,7 +134,7 @@ def on_whole(
             for d in empty:  # drop the placeholder's row
                 removed = [] if keepdim else [other for other in dims if other < d]
                 y = y.narrow(d - len(removed), 0, 0)
-            axes = list(kept(spec, dims, keepdim).dims)
+            axes = list(drop_dims(spec, dims, keepdim).dims)
             if keepdim:
                 for d in dims:
                     axes[d] = unsplit_axes(y.shape[d])

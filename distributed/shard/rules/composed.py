@@ -16,7 +16,7 @@ from distributed.shard.hacks import without_dispatch
 from distributed.shard.operands import sum_partial
 from distributed.shard.rules.elementwise import own_stream
 from distributed.shard.rules.normalization import of_channels
-from distributed.shard.rules.reductions import kept
+from distributed.shard.rules.reductions import drop_dims
 from distributed.shard.rules.windows import ntuple, windows_of
 from distributed.shard.tensor import (
     NoRule,
@@ -329,7 +329,7 @@ def channel_dropout(
         raise no_rule(func, (input,), {}, "in place, or without samples")
     x = sum_partial(input)
     spatial_dims = range(2, len(x.spec.dims))
-    spec = kept(x.spec, spatial_dims, True)  # (B, C, 1, ...)
+    spec = drop_dims(x.spec, spatial_dims, True)  # (B, C, 1, ...)
 
     # Every channel becomes a multiple of itself plus a number: what becomes of 0 and of 1 shows both.
     samples_and_channels = spec.local_shape[:2]

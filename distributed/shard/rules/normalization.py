@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from distributed.collectives import at_least_float32, reduce_from_region
 from distributed.shard.operands import local_operand, replicate, scale_grad_by_replicas, sum_partial
-from distributed.shard.rules.reductions import autocast_dtype, centred, dims_of, kept, merged
+from distributed.shard.rules.moments import centred, merge_moments
+from distributed.shard.rules.reductions import autocast_dtype, dims_of, drop_dims
 from distributed.shard.spec import Shares
 from distributed.shard.tensor import (
     NEVER_SPLIT,
@@ -50,9 +51,9 @@ class Normal(torch.autograd.Function):
         The backward pass needs x, which is often kept anyway, and nothing else of its size. Mean and variance have no
         gradient.
         """
-        apart, own_mean, deviations = centred(x, dims)
-        mean, deviations, count = merged(own_mean, deviations, dims, x.shape, shared_by)
-        var = deviations / count
+        deviation, own_mean, square_sum = centred(x, dims)
+        mean, square_sum, count = merge_moments(own_mean, square_sum, dims, x.shape, shared_by)
+        var = square_sum / count
         scale = (var + eps).rsqrt()
         ctx.save_for_backward(x, weight, bias, mean, scale)
         ctx.dims = dims
@@ -63,7 +64,7 @@ class Normal(torch.autograd.Function):
         shift = (own_mean - mean) * factor
         if bias is not None:
             shift = shift + bias
-        y = apart.mul_(factor).add_(shift)
+        y = deviation.mul_(factor).add_(shift)
         return y.to(autocast_dtype(x)), mean, var
 
     @staticmethod
@@ -74,12 +75,12 @@ class Normal(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Gradients of x, weight and bias; one all-reduce of two numbers for each mean."""
         x, weight, bias, mean, scale = ctx.saved_tensors
-        apart = x - mean  # computed again, because to keep it would take memory
+        deviation = x - mean  # computed again, because to keep it would take memory
         grad = at_least_float32(grad)
 
         # First over the dimensions along which the weight is the same: the sums over others are small.
         uniform = uniform_dims(ctx.dims, x.dim(), weight, bias)
-        of_product = sum_over(grad * apart, uniform) * scale
+        of_product = sum_over(grad * deviation, uniform) * scale
         of_grad = sum_over(grad, uniform)
         _, for_weight, for_bias, *_ = ctx.needs_input_grad
         of_weight = None
@@ -105,7 +106,7 @@ class Normal(torch.autograd.Function):
 
         # (grad * weight - (x - mean) * scale * along - average) * scale, in the memory of x - mean.
         factor = scale if weight is None else scale * weight
-        back = apart.mul_(-scale.square() * along)
+        back = deviation.mul_(-scale.square() * along)
         back = back.sub_(average * scale)
         back = back.addcmul_(grad, factor)
         return back.to(x.dtype), of_weight, of_bias, None, None, None
@@ -153,7 +154,7 @@ def normalized(
     shared_by = x.spec.shares(*dims)
     y, mean, var = Normal.apply(local(x), own_weight, own_bias, eps, dims, shared_by)
     # The statistics have size 1 along dims, on every rank.
-    left = kept(x.spec, dims, True)
+    left = drop_dims(x.spec, dims, True)
     return wrap(y, x.spec), wrap(mean, left), wrap(var, left)
 
 
