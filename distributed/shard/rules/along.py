@@ -126,43 +126,38 @@ def on_whole(
     placeholder = part.sum(empty, keepdim=True, dtype=part.dtype) if empty else part
     out = compute(placeholder)
 
-    def wrapped(y: Tensor) -> ShardTensor:
-        """A result as a ShardTensor, split as x where it has the shape for it."""
-        result = _wrap_result_of_whole(y, whole.spec, dims, empty)
-        splits_back = resizes or result.spec.shape == x.spec.shape
-        return restore_sharding(result, x.spec) if splits_back else result
-
     # A function may return one tensor, several, or a named tuple of them.
     if isinstance(out, Tensor):
-        return wrapped(out)
-    results = [wrapped(y) for y in out]
+        return _wrap_result(out, x.spec, whole.spec, dims, empty, resizes)
+    results = [_wrap_result(y, x.spec, whole.spec, dims, empty, resizes) for y in out]
     if type(out) in (tuple, list):
         return tuple(results)
     return type(out)(results)  # a named tuple of torch.return_types
 
 
-def _wrap_result_of_whole(y, spec, dims, empty):
-    """A local result y of a tensor with this spec, whose dims are whole, as a ShardTensor.
+def _wrap_result(y, before, whole, dims, empty, resizes):
+    """A local result y of on_whole as a ShardTensor, split as x where it has the shape for it.
 
-    empty: dimensions without rows on this rank, in which y has the row of a placeholder.
+    before, whole: specs of x, and of x with whole dims. empty: dimensions without rows on this rank, in which y has the
+    row of a placeholder.
     """
-    # Of the whole tensor the result is whole, whatever its shape.
-    if len(dims) == len(spec.dims):
-        whole_dims = map(unsplit_axes, y.shape)
-        return wrap(y, spec.with_dims(whole_dims))
-
-    # Drop the placeholder's rows. Where y lacks dims, the dimensions behind them have moved up.
-    keepdim = y.dim() == len(spec.dims)
-    for d in empty:
-        removed_before = [] if keepdim else [other for other in dims if other < d]
-        y = y.narrow(d - len(removed_before), 0, 0)
-
-    # The dimensions that y has kept are split as before; dims, which are whole, may have other sizes.
-    axes = list(drop_dims(spec, dims, keepdim).dims)
-    if keepdim:
-        for d in dims:
-            axes[d] = unsplit_axes(y.shape[d])
-    return wrap(y, spec.with_dims(axes))
+    count = len(whole.dims)
+    keepdim = y.dim() == count
+    if len(dims) == count:  # nothing of x is split, nor of the result
+        axes = list(map(unsplit_axes, y.shape))
+    else:
+        # Drop the placeholder's rows. Where y lacks dims, the dimensions behind them have moved up.
+        for d in empty:
+            removed_before = [] if keepdim else [other for other in dims if other < d]
+            y = y.narrow(d - len(removed_before), 0, 0)
+        # The dimensions that y has kept are split as before; dims, which are whole, may have other sizes.
+        axes = list(drop_dims(whole, dims, keepdim).dims)
+        if keepdim:
+            for d in dims:
+                axes[d] = unsplit_axes(y.shape[d])
+    result = wrap(y, whole.with_dims(axes))
+    splits_back = resizes or result.spec.shape == before.shape
+    return restore_sharding(result, before) if splits_back else result
 
 
 @rule(*named(*ALONG))
