@@ -30,10 +30,11 @@ from distributed.shard.tensor import (
 
 
 class Normal(torch.autograd.Function):
-    """((x - mean) / deviation * weight + bias, mean, variance): of dims of x on all ranks that share them.
+    """Normalize x over dims that several ranks may share, then scale and shift it; also mean and variance.
 
-    A pass over a tensor costs what the layer costs, so forward and backward make few: all but x itself, its gradient
-    and one buffer each has the size of the statistics or of the weight.
+    With normal = (x - mean) * scale, where scale = 1 / sqrt(variance + eps), the result is normal * weight + bias. A
+    pass over a tensor costs what the layer costs, so forward and backward make few: all but x itself, its gradient and
+    one buffer each has the size of the statistics or of the weight.
     """
 
     @staticmethod
@@ -46,20 +47,21 @@ class Normal(torch.autograd.Function):
         dims: tuple[int, ...],
         shared_by: Shares,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Local parts that broadcast against x -> the shape of x. shared_by: the ranks and their parts of dims.
+        """(result in the shape of x, mean, variance); dims have size 1 in the last two, which have no gradient.
 
-        The backward pass needs x, which is often kept anyway, and nothing else of its size. Mean and variance have no
-        gradient.
+        x: this rank's part. weight, bias: parts that broadcast against it. shared_by: the ranks among which dims are
+        split, and the elements of each (Spec.shares). The backward pass needs x, which is often kept anyway, and
+        nothing else of its size.
         """
-        deviation, own_mean, square_sum = centred(x, dims)
-        mean, square_sum, count = merge_moments(own_mean, square_sum, dims, x.shape, shared_by)
+        deviation, own_mean, square_sum = centred(x, dims)  # of this rank
+        mean, square_sum, count = merge_moments(own_mean, square_sum, dims, x.shape, shared_by)  # of all ranks
         var = square_sum / count
         scale = (var + eps).rsqrt()
         ctx.save_for_backward(x, weight, bias, mean, scale)
         ctx.dims = dims
         ctx.shared_by = shared_by
         ctx.mark_non_differentiable(mean, var)
-        # x - mean of all = (x - mean of this rank) + (mean of this rank - mean of all): `apart` is reused in place.
+        # x - mean = (x - own_mean) + (own_mean - mean): `deviation`, from the mean of this rank, is reused in place.
         factor = scale if weight is None else scale * weight
         shift = (own_mean - mean) * factor
         if bias is not None:
@@ -73,43 +75,50 @@ class Normal(torch.autograd.Function):
         grad: Tensor,
         *_: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of x, weight and bias; one all-reduce of two numbers for each mean."""
+        """Gradients of x, weight and bias; one all-reduce of two numbers for each mean.
+
+        With g = grad * weight, and averages over dims on all ranks:
+        gradient of x = (g - average(g) - normal * average(g * normal)) * scale.
+        """
         x, weight, bias, mean, scale = ctx.saved_tensors
         deviation = x - mean  # computed again, because to keep it would take memory
         grad = at_least_float32(grad)
 
-        # First over the dimensions along which the weight is the same: the sums over others are small.
+        # Sums of grad * normal and of grad, first over the dimensions along which the weight is the same: the sums over
+        # others are small.
         uniform = uniform_dims(ctx.dims, x.dim(), weight, bias)
-        of_product = sum_over(grad * deviation, uniform) * scale
-        of_grad = sum_over(grad, uniform)
+        grad_normal_sum = sum_over(grad * deviation, uniform) * scale
+        grad_sum = sum_over(grad, uniform)
         _, for_weight, for_bias, *_ = ctx.needs_input_grad
-        of_weight = None
+        weight_grad = None
         if for_weight:
-            of_weight = of_product.sum_to_size(weight.shape).to(weight.dtype)
-        of_bias = None
+            weight_grad = grad_normal_sum.sum_to_size(weight.shape).to(weight.dtype)
+        bias_grad = None
         if for_bias:
-            of_bias = of_grad.sum_to_size(bias.shape).to(bias.dtype)
+            bias_grad = grad_sum.sum_to_size(bias.shape).to(bias.dtype)
 
-        # The means of both over dims, on all ranks that share them.
+        # average(g * normal) and average(g) over all dims, on all ranks that share them.
         if weight is not None:
-            of_product = of_product * weight
-            of_grad = of_grad * weight
-        product_sum = of_product.sum(ctx.dims, keepdim=True)
-        grad_sum = of_grad.sum(ctx.dims, keepdim=True)
-        sums = torch.stack([product_sum, grad_sum])  # (2, ...)
+            grad_normal_sum = grad_normal_sum * weight
+            grad_sum = grad_sum * weight
+        own_sums = [
+            grad_normal_sum.sum(ctx.dims, keepdim=True),
+            grad_sum.sum(ctx.dims, keepdim=True),
+        ]
+        sums = torch.stack(own_sums)  # (2, ...), where dims have size 1
         count = math.prod([x.shape[d] for d in ctx.dims])
         if ctx.shared_by is not None:
             counts, group = ctx.shared_by
             sums = reduce_from_region(sums, group)
             count = sum(counts)
-        along, average = (sums / count).unbind()
+        average_normal, average = (sums / count).unbind()
 
-        # (grad * weight - (x - mean) * scale * along - average) * scale, in the memory of x - mean.
+        # The gradient of x, computed in the memory of x - mean.
         factor = scale if weight is None else scale * weight
-        back = deviation.mul_(-scale.square() * along)
-        back = back.sub_(average * scale)
-        back = back.addcmul_(grad, factor)
-        return back.to(x.dtype), of_weight, of_bias, None, None, None
+        x_grad = deviation.mul_(-scale.square() * average_normal)
+        x_grad = x_grad.sub_(average * scale)
+        x_grad = x_grad.addcmul_(grad, factor)
+        return x_grad.to(x.dtype), weight_grad, bias_grad, None, None, None
 
 
 def uniform_dims(
@@ -117,7 +126,7 @@ def uniform_dims(
     count: int,
     *weights: Tensor | None,
 ) -> list[int]:
-    """Those dims, of a tensor of `count` dimensions, along which each of some weights that broadcast has one number."""
+    """Those dims, of a tensor of `count` dimensions, along which no weight varies: it broadcasts, or is None."""
     # Dimensions are counted from the end, since the weight may have fewer.
     uniform = []
     for dim in dims:
@@ -145,7 +154,11 @@ def normalized(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[ShardTensor, ShardTensor, ShardTensor]:
-    """((x - mean) / deviation * weight + bias, mean, variance) over dims; the last two have no gradient."""
+    """Normalize x over dims, whole or split, then scale and shift it: (result, mean, variance), see Normal.
+
+    weight, bias: plain tensors or ShardTensors that broadcast against the whole x. dims have size 1 in mean and
+    variance, which have no gradient.
+    """
     x = sum_partial(x)
     dims = tuple(dims)
     # The weight is cut as the tensor is, where it has the same dimension.
@@ -154,8 +167,8 @@ def normalized(
     shared_by = x.spec.shares(*dims)
     y, mean, var = Normal.apply(local(x), own_weight, own_bias, eps, dims, shared_by)
     # The statistics have size 1 along dims, on every rank.
-    left = drop_dims(x.spec, dims, True)
-    return wrap(y, x.spec), wrap(mean, left), wrap(var, left)
+    of_statistics = drop_dims(x.spec, dims, True)
+    return wrap(y, x.spec), wrap(mean, of_statistics), wrap(var, of_statistics)
 
 
 def scaled(
@@ -164,7 +177,7 @@ def scaled(
     bias: Tensor | None,
     like: Tensor,
 ) -> ShardTensor:
-    """Weight and bias of a layer applied to y, in the dtype that it gives for an input `like`."""
+    """Y * weight + bias, in the dtype that the layer gives for an input `like`."""
     if weight is not None:
         y = dispatch(torch.mul, y, weight)
     if bias is not None:
@@ -190,7 +203,10 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> ShardTensor:
-    """Normalize over the last dimensions, whole or split; weights have their global shape."""
+    """Normalize over the last dimensions, whole or split; weights have their global shape, normalized_shape.
+
+    Raises RuntimeError if the last dimensions have another shape.
+    """
     x = sum_partial(input) if input.spec.partial else input
     spec = x.spec
     first = len(spec.dims) - len(normalized_shape)
@@ -249,7 +265,7 @@ def last_dims(
     x: ShardTensor,
     normalized_shape: Sequence[int],
 ) -> tuple[int, ...]:
-    """The last dimensions, which have this shape."""
+    """The last dimensions of x, as many as the shape has. Raises RuntimeError if they have another shape."""
     dims = dims_of(x.spec, range(-len(normalized_shape), 0))
     shape = [x.spec.shape[d] for d in dims]
     if shape != list(normalized_shape):
@@ -267,7 +283,7 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> ShardTensor:
-    """Normalize groups of channels of (B, C, ...)."""
+    """Normalize each group of channels of each sample, (B, C, ...) -> the same; weights are (C,)."""
     # Each group is normalized over its channels and all points.
     x = dispatch(Tensor.unflatten, input, 1, (num_groups, -1))  # (B, groups, C / groups, ...)
     dims = range(2, len(x.spec.dims))
@@ -291,7 +307,10 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> ShardTensor:
-    """Normalize (B, C, ...) with statistics of all ranks; every rank updates the running ones in the same way."""
+    """Normalize (B, C, ...) with statistics of all ranks; every rank updates the running ones in the same way.
+
+    Weights and running statistics are plain tensors (C,). Raises ValueError for one value per channel in training.
+    """
     shape = input.spec.shape
     if not training:
         # With known statistics the layer is one product and one sum for each element.
@@ -343,7 +362,7 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> ShardTensor:
-    """Normalize each channel of each sample of (B, C, ...)."""
+    """Normalize each channel of each sample of (B, C, ...); weights and running statistics are plain tensors (C,)."""
     if not use_input_stats:
         training = False
         return dispatch(F.batch_norm, input, running_mean, running_var, weight, bias, training, momentum, eps)
