@@ -1,4 +1,4 @@
-"""Slices by their names: narrow, split, chunk, unbind, select and index_select, which all are an index (indexing.py)."""
+"""Slices by their names: narrow, split, chunk, unbind, select, index_select. Each is an index (indexing.py)."""
 
 from collections.abc import Callable
 from itertools import accumulate, pairwise
