@@ -17,7 +17,8 @@ from tools.instruments.clock import timed
 from tools.instruments.pool import Process
 from tools.instruments.rank_case import RankCase, build_case, take_case
 from tools.planner.hardware import HARDWARE, MEASURED, Collective, Speeds, gpu_of, read_gpus
-from tools.planner.step_time import StepTime, step_time, wrapped
+from tools.planner.rank_seconds import calls_around_model
+from tools.planner.step_time import StepTime, step_time
 from tools.planner.trace import Trace, observe_step
 from tools.tables import machine
 from training.spans import listening
@@ -218,7 +219,7 @@ def entry(
         case, trace = traces[name]
         gpu = gpu_of("here", {"measured": found})
         planned = step_time([trace], case.config, case.layout, gpu)
-        calls = wrapped(trace, planned.collectives, case.config)[name]
+        calls = calls_around_model(trace, planned.collectives, case.config)[name]
         if calls:
             found["around"][name] = _seconds_around(phases, planned, calls)
     return {"measured": found}
