@@ -10,18 +10,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from distributed.collectives import all_to_all, copy_to_region, divide_gradient, reduce_from_region
+from distributed.shard.axes import Axes, mesh_dims_of, unsplit_axes
 from distributed.shard.redistribute import recut, sizes_of
-from distributed.shard.spec import (
-    Axes,
-    Mesh,
-    Pieces,
-    Spec,
-    as_mesh,
-    mesh_dims_of,
-    part_of,
-    spec_of,
-    unsplit_axes,
-)
+from distributed.shard.spec import Mesh, Pieces, Spec, as_mesh, part_of, spec_of
 from distributed.shard.tensor import MaybeTensor, ShardTensor, find_libraries, local, no_rule, wrap
 from utils.torch_private import group_named
 

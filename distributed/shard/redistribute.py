@@ -23,7 +23,8 @@ from distributed.collectives import (
     scatter_to_region,
 )
 from distributed.halo import HaloExchange, bounds
-from distributed.shard.spec import CannotSplit, Pieces, Spec, cut_over, merged, mesh_dims_of, unsplit_axes
+from distributed.shard.axes import merged, mesh_dims_of, unsplit_axes
+from distributed.shard.spec import CannotSplit, Pieces, Spec, cut_over
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement

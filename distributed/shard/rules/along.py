@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from distributed.shard.axes import unsplit_axes
 from distributed.shard.operands import (
     redistribute,
     sum_partial,
@@ -21,7 +22,7 @@ from distributed.shard.redistribute import sizes_of
 from distributed.shard.rules.reductions import Dims, dims_of, drop_dims
 from distributed.shard.rules.spatial import fetch_halos, no_outputs, splits_of
 from distributed.shard.rules.windows import Window, output_shape
-from distributed.shard.spec import Spec, unsplit_axes
+from distributed.shard.spec import Spec
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 # {name: (position of dim among the arguments, its default; None: all dimensions)}

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from distributed.halo import bounds
+from distributed.shard.axes import Axes, Axis, mesh_dims_of, prefix_axes, unsplit_axes
 from distributed.shard.operands import sum_partial
 from distributed.shard.rules.along import unshard_dims
 from distributed.shard.rules.lookup import mask_of, masked, rows_of_plain
 from distributed.shard.rules.spatial import no_outputs
-from distributed.shard.spec import Axes, Axis, Spec, mesh_dims_of, prefix_axes, unsplit_axes
+from distributed.shard.spec import Spec
 from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, rule, wrap
 
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from distributed.halo import HaloExchange, bounds
+from distributed.shard.axes import Axis, merged, mesh_dims_of, prefix_axes, unsplit_axes
 from distributed.shard.operands import global_shape, joint_axes, local_operand, sum_partial
 from distributed.shard.rules.reductions import dims_of
 from distributed.shard.rules.views import numbers
-from distributed.shard.spec import Axis, merged, mesh_dims_of, prefix_axes, shard_sizes, unsplit_axes
+from distributed.shard.spec import shard_sizes
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from distributed.shard.axes import mesh_dims_of, unsplit_axes
 from distributed.shard.operands import (
     common_spec,
     global_shape,
@@ -22,7 +23,7 @@ from distributed.shard.operands import (
     sum_partial,
 )
 from distributed.shard.rules.along import split_again, unshard_dims
-from distributed.shard.spec import Spec, mesh_dims_of, part_of, unsplit_axes
+from distributed.shard.spec import Spec, part_of
 from distributed.shard.tensor import (
     NEVER_SPLIT,
     ShardTensor,

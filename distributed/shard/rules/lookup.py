@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 from distributed.collectives import all_gather
+from distributed.shard.axes import Axes, Axis, merged, mesh_dims_of, unsplit_axes
 from distributed.shard.operands import (
     check_writable,
     global_shape,
@@ -19,7 +20,7 @@ from distributed.shard.operands import (
     sum_partial,
 )
 from distributed.shard.rules.along import move_split, unshard_dims
-from distributed.shard.spec import Axes, Axis, Spec, merged, mesh_dims_of, shard_sizes, unsplit_axes
+from distributed.shard.spec import Spec, shard_sizes
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 

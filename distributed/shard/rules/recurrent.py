@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distributed.shard.axes import unsplit_axes
 from distributed.shard.operands import (
     as_replicated,
     global_shape,
@@ -14,7 +15,6 @@ from distributed.shard.operands import (
     sum_partial,
 )
 from distributed.shard.rules.along import on_whole, unshard_dims
-from distributed.shard.spec import unsplit_axes
 from distributed.shard.tensor import ShardTensor, dispatch, no_rule, rule
 
 

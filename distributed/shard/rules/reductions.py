@@ -17,8 +17,9 @@ from distributed.collectives import (
     all_gather,
     gather_from_region,
 )
+from distributed.shard.axes import Axes, mesh_dims_of
 from distributed.shard.operands import sum_partial
-from distributed.shard.spec import Axes, Spec, mesh_dims_of
+from distributed.shard.spec import Spec
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 Dims = int | Sequence[int] | None  # None: all

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, pairwise
 
 from distributed.collectives import Sizes
-from distributed.shard.spec import Axes, Axis, merged, mesh_dims_of
+from distributed.shard.axes import Axes, Axis, merged, mesh_dims_of
 
 Cut = dict[int, Sizes]  # {mesh dimension: sizes that its ranks must have before the reshape}
 

@@ -13,11 +13,12 @@ from torch.nn import functional as F
 
 from distributed.collectives import all_gather
 from distributed.halo import HaloExchange, Interval, bounds
+from distributed.shard.axes import mesh_dims_of, unsplit_axes
 from distributed.shard.operands import as_replicated, sum_grad_over_replicas, sum_partial, to_spec
 from distributed.shard.rules.along import unshard_dims
 from distributed.shard.rules.spatial import no_outputs, splits_of
 from distributed.shard.rules.windows import Splits
-from distributed.shard.spec import Spec, mesh_dims_of, unsplit_axes
+from distributed.shard.spec import Spec
 from distributed.shard.tensor import ShardTensor, rule, wrap
 
 FIRST_SPATIAL = 2  # dimension of images (B, C, ...)

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distributed.shard.axes import mesh_dims_of, unsplit_axes
 from distributed.shard.operands import global_shape, gradient_spec, local_operand
 from distributed.shard.redistribute import recut
 from distributed.shard.rules.reductions import dims_of
 from distributed.shard.rules.regroup import Cut, regrouped, regrouped_with_prefix
-from distributed.shard.spec import Spec, mesh_dims_of, unsplit_axes
+from distributed.shard.spec import Spec
 from distributed.shard.tensor import (
     ShardTensor,
     dispatch,
