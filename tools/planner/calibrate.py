@@ -256,6 +256,7 @@ def _seconds_around(phases: Figures, planned: StepTime, calls: int) -> dict[str,
     late = {}
     for phase, seconds in phases.items():
         late[phase] = max(0.0, seconds - planned.phases[phase])
+    # The whole step is late by less than its late phases, if others are early.
     whole = max(0.0, sum(phases.values()) - planned.seconds)
     share = whole / max(1e-9, sum(late.values()))  # 0 to 1
     return {phase: seconds * share / calls for phase, seconds in late.items()}

@@ -223,12 +223,13 @@ class RankSeconds:
         of operations of the step.
         """
         stages = self.layout.pp
-        # Only some ranks of a node compute then: where they share memory, each is faster.
+        # While it fills, one stage works, then two, ...; only some ranks of a node compute, so each may be faster.
         gained = 0.0
         if self.gpu.measured and stages <= self.ranks_of_a_node:
             for working in range(1, stages):
                 faster = self.computing(self.ranks_of_a_node * working // stages)
                 gained += total_but(computing, "update") - total_but(faster, "update")
+        # A stage idles for the time of one micro-batch in each other stage: less with more, or smaller, pieces of work.
         chunks = 2 if self.config.pp_schedule == "interleaved" else 1
         passes = self.config.gradient_accumulation * chunks
         # The pipeline fills and drains, so the gain counts twice.

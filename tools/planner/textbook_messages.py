@@ -67,7 +67,7 @@ def _add_tensor_parallel(s: Symbols, sent: Messages) -> None:
     sums_backward = (2 * s.L + s.recomputed) * s.passes
     for phase, calls in ("forward", sums_forward), ("backward", sums_backward):
         if s.config.sequence_parallel:
-            # The same bytes in two halves.
+            # An all-reduce in two halves, which send the same bytes.
             sent.add(phase, "reduce_scatter", "tp", s.w * s.layer, calls)
             sent.add(phase, "all_gather", "tp", s.w * s.layer / s.t, calls)
         else:
@@ -143,6 +143,7 @@ def _add_orthogonalization(s: Symbols, sent: Messages) -> None:
     """Muon: pieces of matrices to the ranks that orthogonalize them, and back."""
     if not s.muon:
         return
+    # Each matrix is whole on the rank that orthogonalizes it: a rank sends its pieces of all others.
     size = s.w * s.muon
     if s.is_sharded:
         sent.add("update", "all_to_all", _shard_group(s), size * (s.shards - 1) / s.shards, 2)

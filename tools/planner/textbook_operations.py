@@ -59,6 +59,7 @@ def _count_product(
     again: calls that the backward pass repeats.
     """
     tokens = s.b * s.n
+    # Each product of two numbers comes with an addition.
     flops = 2 * tokens * inner * columns
     moved = s.w * (tokens * (inner + columns) + inner * columns)
     dtype = _compute_dtype(s)
@@ -106,6 +107,7 @@ def _count_attention(s: Symbols, counted: Counter[Operation]) -> None:
 
 def _count_other_kernels_of_blocks(s: Symbols, counted: Counter[Operation]) -> None:
     """Norms, residuals, casts and biases of a block; the GELU; what an exchange of tokens copies. Backward twice."""
+    # Fourteen float32 numbers of the residual stream, and two of the hidden layer in the type of products.
     moved = 56 * s.stream + 2 * s.w * s.hidden
     if s.is_mixed:
         moved += (FULL + s.w) * s.matrices  # weights are read in float32 and written in low precision
