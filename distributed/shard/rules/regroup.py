@@ -1,6 +1,6 @@
 """Axes in a new shape: how a reshape regroups the axes of a tensor, and where it must cut pieces of other sizes.
 
-A dimension is a product of axes (spec.py). A reshape joins axes to one dimension, or breaks an axis up: 24 rows, split
+A dimension is a product of axes (axes.py). A reshape joins axes to one dimension, or breaks an axis up: 24 rows, split
 12 and 12, become windows of 4 rows as an outer axis of 6 windows, split 3 and 3, and an inner axis of 4 whole rows.
 """
 
