@@ -17,7 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from distributed.collectives import AnyGroup, Group, as_group, at_least_float32, reduce_from_region
-from distributed.shard.rules.normalization import Normal, of_channels, update
+from distributed.shard.rules.normal import Normal
+from distributed.shard.rules.normalization import of_channels, update
 from distributed.shard.rules.reductions import autocast_dtype
 from distributed.shard.spec import Shares
 from distributed.shard_tensor import ShardTensor, local, sum_partial, wrap

@@ -15,7 +15,8 @@ from docs.traces import data as traces
 from tests.support.browser import MISPLACED, open_chromium
 from tools.instruments.counting import bytes_sent
 from tools.planner.symbols import Symbols
-from tools.planner.textbook import buffer_bytes, messages
+from tools.planner.textbook import buffer_bytes
+from tools.planner.textbook_messages import messages
 from training.crps import crps_of_points
 from utils.config import SCRIPTS, load_config
 

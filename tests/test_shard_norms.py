@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distributed.shard.rules.reductions import moments
+from distributed.shard.rules.moments import moments
 from distributed.shard_tensor import local
 from tests.support.shard_parity import Case, X, domain_mesh, draw, errors, evaluate, refused, split
 

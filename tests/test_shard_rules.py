@@ -438,7 +438,7 @@ SUMS, EXCHANGE = "distributed.collectives._all_reduce", "distributed.shard.redis
 SAMPLES = "F.grid_sample(x[:, None], x[..., None, :2].tanh())"
 KEYS = "F.scaled_dot_product_attention(x, x[:, 2:5], x[:, 2:5])"
 WITHOUT = [  # the collective, what stands in its place, an expression, what is wrong then
-    (f"{RULES}.normalization.reduce_from_region", hand_on, "F.layer_norm(x, (7, 4))", "gradient of input 0"),
+    (f"{RULES}.normal.reduce_from_region", hand_on, "F.layer_norm(x, (7, 4))", "gradient of input 0"),
     (f"{RULES}.reductions.gather_from_region", hand_on, "x.var(1)", "output 0"),
     (OPERANDS, hand_on, "x.softmax(1)", "gradient of input 0"),
     (OPERANDS, hand_on, "x @ x.mT", "gradient of input 0"),

@@ -10,18 +10,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from distributed.collectives import all_to_all, copy_to_region, divide_gradient, reduce_from_region
+from distributed.shard.axes import Axes, mesh_dims_of, unsplit_axes
 from distributed.shard.redistribute import recut, sizes_of
-from distributed.shard.spec import (
-    Axes,
-    Mesh,
-    Pieces,
-    Spec,
-    as_mesh,
-    mesh_dims_of,
-    part_of,
-    spec_of,
-    unsplit_axes,
-)
+from distributed.shard.spec import Mesh, Pieces, Spec, as_mesh, part_of, spec_of
 from distributed.shard.tensor import MaybeTensor, ShardTensor, find_libraries, local, no_rule, wrap
 from utils.torch_private import group_named
 
@@ -88,16 +79,19 @@ def as_replicated(x: Tensor, spec: Spec) -> ShardTensor:
 
 
 def common_spec(tensors: Sequence[Tensor]) -> Spec:
-    """The spec of the result of broadcasting: each dimension takes the first split that an operand has there."""
+    """The spec of the result of broadcasting: each dimension takes the first split that an operand has there.
+
+    tensors: ShardTensors, at least one, and plain tensors. Raises RuntimeError where they do not broadcast.
+    """
     specs = [x.spec for x in tensors if isinstance(x, ShardTensor)]
     shape = torch.broadcast_shapes(*map(global_shape, tensors))  # of the result
-    # Dimensions are counted from the end, as broadcasting does: the labels are -1, -2, ...
+    # Dimensions are counted from the end, as broadcasting does: the labels are ..., -2, -1.
     count = len(shape)
     sizes = dict(zip(range(-count, 0), shape, strict=True))
     labelled = []
     for spec in specs:
-        count = len(spec.dims)
-        labelled.append((spec, range(-count, 0)))
+        own_count = len(spec.dims)
+        labelled.append((spec, range(-own_count, 0)))
     axes = joint_axes(labelled, sizes, set())
     return Spec(specs[0].mesh, tuple(axes.values()))
 
@@ -109,20 +103,20 @@ def joint_axes(
 ) -> dict[Any, Axes]:
     """{label: axes} of dimensions that tensors share: each takes the first split that a tensor has there.
 
-    parts: (Spec, label of each dimension). sizes: {label: size}; a tensor with another size broadcasts. used: the mesh
-    dimensions that split something already; those of the axes are added.
+    parts: (Spec, label of each dimension) of each tensor. sizes: {label: size}; a tensor with another size broadcasts.
+    used: the mesh dimensions that split something already, and so nothing here; those of the axes are added.
     """
-    axes = {name: unsplit_axes(size) for name, size in sizes.items()}
-    # Dimensions that no tensor splits keep the axes of a tensor: these come second.
+    axes = {label: unsplit_axes(size) for label, size in sizes.items()}
+    # Splits come first. Then dimensions that no tensor splits take the axes of a tensor, which may be a product.
     for wants_split in (True, False):
-        for spec, names in parts:
-            for name, size, own in zip(names, spec.shape, spec.dims, strict=True):
-                split_by = mesh_dims_of(own)
-                broadcasts = size != sizes[name]
-                is_taken = split_by & used or mesh_dims_of(axes[name])
+        for spec, labels in parts:
+            for label, size, own_axes in zip(labels, spec.shape, spec.dims, strict=True):
+                split_by = mesh_dims_of(own_axes)
+                broadcasts = size != sizes[label]
+                is_taken = split_by & used or mesh_dims_of(axes[label])
                 has_turn = bool(split_by) == wants_split
                 if has_turn and not broadcasts and not is_taken:
-                    axes[name] = own
+                    axes[label] = own_axes
                     used |= split_by
     return axes
 
@@ -140,11 +134,12 @@ def split_alike(spec: Spec, other: Spec) -> bool:
 
 
 def to_spec(x: ShardTensor, spec: Spec) -> ShardTensor:
-    """The tensor redistributed to a spec. If its axes are others and several a dimension, a slice of the whole."""
+    """Redistribute x to a spec of the same shape, in the cheapest of four ways."""
+    # 1. Every rank has the same elements in both specs: nothing moves.
     if split_alike(x.spec, spec):
         return wrap(local(x), spec)
 
-    # The same axes in other pieces are only cut again, so that a product of axes need not become whole.
+    # 2. The same axes in other pieces are only cut again, so that a product of axes need not become whole.
     axes = _split_axes(x.spec)
     has_no_prefix = not any(axis.prefix for axis in axes)
     old_axes = [_without_sizes(axis) for axis in axes]
@@ -154,11 +149,13 @@ def to_spec(x: ShardTensor, spec: Spec) -> ShardTensor:
         part, new = recut(local(x), x.spec, sizes_of(spec))
         if split_alike(new, spec):
             return wrap(part, spec)
+
+    # 3. Placements say where each element belongs, as long as no dimension is a product of axes.
     has_products = any(len(axes_of_dim) > 1 for axes_of_dim in spec.dims)
     if not has_products:
         return redistribute(x, spec.placements, sizes_of(spec))
 
-    # Placements cannot describe a product of axes: each rank gathers the whole and keeps its part.
+    # 4. Placements cannot describe a product of axes: each rank gathers the whole and keeps its part.
     full = sum_grad_over_replicas(replicate(x), spec)
     return wrap(part_of(full, spec), spec)
 
@@ -175,7 +172,11 @@ def _without_sizes(axis):
 
 
 def sum_grad_over_replicas(x: ShardTensor, spec: Spec) -> Tensor:
-    """The local part of x, of which ranks use their copies for other parts of a result: their gradients are summed."""
+    """The local part of x, in whose backward pass the gradients of copies are summed where that is needed.
+
+    spec: of the result. Where x is replicated over a mesh dimension, but the result is not, each rank uses its copy for
+    another part of the result. The gradient of x is then the sum of the gradients of these copies.
+    """
     part = local(x)
     used_apart = []  # mesh dimensions whose ranks use their copies for other parts
     for m, (own, other) in enumerate(zip(x.spec.placements, spec.placements, strict=True)):
@@ -192,12 +193,16 @@ def local_operand(
     spec: Spec,
     result: Spec | None = None,
 ) -> Tensor:
-    """The local part of an operand, which broadcasts against a tensor with this spec: by default that of the result."""
+    """The local part of an operand that broadcasts against a tensor with this spec, ready for a plain operation.
+
+    x: plain, or a ShardTensor of any split, which is brought to that of the spec. result: spec of the result of the
+    operation, by default `spec`. Its copies and parts decide how gradients of x are scaled or summed.
+    """
     result = result or spec
-    ahead = len(spec.dims) - x.dim()  # dimensions that the operand does not have
+    missing = len(spec.dims) - x.dim()  # dimensions in front that the operand does not have
     # Dimensions that broadcast are whole, the others are split as in the spec.
     wanted: list[Axes] = []
-    for n, size, axes in zip(global_shape(x), spec.shape[ahead:], spec.dims[ahead:], strict=True):
+    for n, size, axes in zip(global_shape(x), spec.shape[missing:], spec.dims[missing:], strict=True):
         broadcasts = n == 1 and size != 1
         wanted.append(() if broadcasts else axes)
     if not isinstance(x, ShardTensor):
@@ -226,13 +231,13 @@ def scatter_tensor(
     process_group = group_named(group.name)
     here = group.rank == src
 
-    # Every rank learns what the tensor is like.
-    facts: list[Any] = [None]
+    # Every rank learns the shape and the type of the tensor.
+    metadata: list[Any] = [None]
     if here:
-        facts = [(x.shape, x.dtype, x.device.type, x.requires_grad)]
+        metadata = [(x.shape, x.dtype, x.device.type, x.requires_grad)]
     global_src = dist.get_global_rank(process_group, src)
-    dist.broadcast_object_list(facts, src=global_src, group=process_group)
-    shape, dtype, device, differentiable = facts[0]
+    dist.broadcast_object_list(metadata, src=global_src, group=process_group)
+    shape, dtype, device, differentiable = metadata[0]
     spec = spec_of(mesh, shape, placements, sizes)
     if spec.partial:
         raise ValueError("scatter_tensor: a tensor cannot be scattered as Partial()")

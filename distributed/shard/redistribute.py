@@ -23,7 +23,8 @@ from distributed.collectives import (
     scatter_to_region,
 )
 from distributed.halo import HaloExchange, bounds
-from distributed.shard.spec import CannotSplit, Pieces, Spec, cut_over, merged, mesh_dims_of, unsplit_axes
+from distributed.shard.axes import merged, mesh_dims_of, unsplit_axes
+from distributed.shard.spec import CannotSplit, Pieces, Spec, cut_over
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -37,8 +38,10 @@ def redistribute(
 ) -> tuple[Tensor, Spec]:
     """The local part and the Spec of the same tensor with new `placements`; differentiable.
 
-    sizes: {mesh dimension: sizes of its ranks}. By default a dimension that the same mesh dimension splits already
-    keeps its sizes; other sizes are as even as possible.
+    local, spec: this rank's part now, and how the whole is split. sizes: {mesh dimension: sizes of its ranks}. By
+    default a dimension that the same mesh dimension splits already keeps its sizes; other sizes are as even as
+    possible. Raises ValueError for a wrong number of placements or for sizes that do not add up, and CannotSplit where
+    two mesh dimensions would split one dimension.
     """
     from torch.distributed.tensor import Shard  # slow to import
 
@@ -58,16 +61,19 @@ def redistribute(
         else:
             others.append(m)
     pending = gathering + others
+
+    # One mesh dimension after the other takes its new placement, each when no other one is in its way.
     while pending:
         free = [m for m in pending if _is_free(spec, m, placements[m])]
         m = free[0] if free else pending[0]
-        # Where none is free, two mesh dimensions swap their tensor dimensions: one is gathered to make room.
+        # Where none is free, two mesh dimensions swap their tensor dimensions. One is gathered to make room, and takes
+        # its new placement in a later round.
         is_swap = not free and spec.placements[m].is_shard()
         if is_swap:
             local, spec = _gather(local, spec, m)
-            continue
-        pending.remove(m)
-        local, spec = _change(local, spec, m, placements[m], sizes.get(m))
+        else:
+            pending.remove(m)
+            local, spec = _change(local, spec, m, placements[m], sizes.get(m))
     return local, spec
 
 
@@ -80,14 +86,22 @@ def _is_free(spec, m, target):
 
 
 def _change(local, spec, m, target, sizes):
-    """(local, spec) after mesh dimension m has its new placement."""
+    """(local, spec) after mesh dimension m has its new placement, `target`.
+
+    | from | to Shard | to Replicate | to Partial |
+    |---|---|---|---|
+    | Shard | all-to-all, for other sizes too | all-gather | all-gather, then as from Replicate |
+    | Replicate | each rank cuts out its part | nothing | each rank has an equal term of the sum |
+    | Partial | reduce-scatter | all-reduce | nothing |
+    """
     source = spec.placements[m]
     group = spec.mesh.groups[m]
     if source == target:
         keeps_sizes = sizes is None or not target.is_shard() or tuple(sizes) == sizes_of(spec)[m]
         if keeps_sizes:
             return local, spec
-    # A split tensor is exchanged, or gathered.
+
+    # From Shard.
     if source.is_shard() and target.is_shard():
         return _exchange(local, spec, m, target.dim, sizes)
     if source.is_shard():
@@ -95,19 +109,20 @@ def _change(local, spec, m, target, sizes):
         if target.is_replicate():
             return local, spec
         return _change(local, spec, m, target, sizes)
+
+    # From Replicate to Partial.
     if target.is_partial():
-        term = divided(local, group.size)  # each rank has an equal term of the sum
+        term = divided(local, group.size)
         return term, spec.with_dims(spec.dims, (*spec.partial, m))
 
-    # The source is partial or replicated. `summed` is the spec once its parts are added up.
-    left = tuple([p for p in spec.partial if p != m])
-    summed = spec.with_dims(spec.dims, left)
+    # From Partial or Replicate. `summed` is the spec once the terms of the sum are added up.
+    other_partial = tuple([p for p in spec.partial if p != m])
+    summed = spec.with_dims(spec.dims, other_partial)
     if target.is_replicate():
         return reduce_from_region(local, group), summed
-    # The parts of a sum are added up and cut in one collective; copies are only cut.
     new, sizes = _cut(summed, target.dim, m, sizes)
-    split = reduce_scatter if source.is_partial() else scatter_to_region
-    part = split(local, target.dim, sizes, group)
+    cut = reduce_scatter if source.is_partial() else scatter_to_region
+    part = cut(local, target.dim, sizes, group)
     return part, new
 
 
@@ -118,7 +133,7 @@ def sizes_of(spec: Spec) -> dict[int, Sizes]:
 
 
 def _cut(spec, dim, m, sizes):
-    """(spec, sizes) after mesh dimension m splits a dimension."""
+    """(spec, sizes) after mesh dimension m splits a dimension. Raises CannotSplit if another one splits it already."""
     if mesh_dims_of(spec.dims[dim]):
         raise CannotSplit(f"dimension {dim} of {spec} is split already: it cannot be split over two mesh dimensions")
     (axis,) = cut_over(spec.mesh, m, spec.shape[dim], sizes)
@@ -126,16 +141,19 @@ def _cut(spec, dim, m, sizes):
 
 
 def _gather(local, spec, m):
-    """Gather the axis that mesh dimension m splits."""
+    """(local, spec) after the axis that mesh dimension m splits is whole again, on every rank of its group.
+
+    The dimension may be a product of axes with a prefix: elements ahead of the product, which the first rank holds.
+    """
     dim = spec.placements[m].dim
     axes = spec.dims[dim]
     group = spec.mesh.groups[m]
     place = next(i for i, axis in enumerate(axes) if axis.mesh_dim == m)
     sizes = axes[place].sizes
     gathered_axis = axes[place]._replace(mesh_dim=None, sizes=None)
-    left = (*axes[:place], gathered_axis, *axes[place + 1 :])
+    new_axes = (*axes[:place], gathered_axis, *axes[place + 1 :])
 
-    # Elements ahead of the product of axes are apart: the first rank has them.
+    # Take the prefix off, and gather the axis as a dimension of its own.
     prefix = axes[0].prefix
     own_prefix = prefix if spec.is_first(axes) else 0
     head = local.narrow(dim, 0, own_prefix)
@@ -147,11 +165,13 @@ def _gather(local, spec, m):
     if is_product:
         last = dim + len(axes) - 1
         local = local.flatten(dim, last)
-    if prefix and spec.is_first(left):
+
+    # Put the prefix in front again, on each rank that is now a first one: one rank of the group sends it to the others.
+    if prefix and spec.is_first(new_axes):
         of_others = [0] * (group.size - 1)
         head = gather_from_region(head, dim, (prefix, *of_others), group)
         local = torch.cat([head, local], dim)
-    return local, spec.with_axes(dim, merged(left))
+    return local, spec.with_axes(dim, merged(new_axes))
 
 
 def recut(
@@ -165,12 +185,12 @@ def recut(
     """
     # Each axis is a dimension of its own meanwhile.
     every_axis = chain.from_iterable(spec.dims)
-    flat = spec.with_dims([(axis,) for axis in every_axis])
-    local = local.reshape(flat.local_shape)
-    local, flat = redistribute(local, flat, flat.placements, cut)
+    unflattened = spec.with_dims([(axis,) for axis in every_axis])
+    local = local.reshape(unflattened.local_shape)  # (each axis of each dimension)
+    local, unflattened = redistribute(local, unflattened, unflattened.placements, cut)
 
-    # The dimensions are as many axes as before, with their new sizes.
-    new_axes = chain.from_iterable(flat.dims)
+    # Each dimension is a product of as many axes as before, with their new sizes.
+    new_axes = chain.from_iterable(unflattened.dims)
     dims = []
     for old in spec.dims:
         dims.append(tuple(islice(new_axes, len(old))))
@@ -179,7 +199,11 @@ def recut(
 
 
 def _exchange(local, spec, m, dim, sizes):
-    """Let mesh dimension m split another dimension, or with other sizes: every pair of ranks exchanges a block."""
+    """(local, spec) after mesh dimension m splits `dim`, in other sizes or in place of the dimension that it split.
+
+    Every pair of ranks exchanges a block: from the sender its rows of the old dimension, of these the receiver's rows
+    of the new one.
+    """
     from torch.distributed.tensor import Shard  # slow to import
 
     group = spec.mesh.groups[m]
@@ -195,15 +219,16 @@ def _exchange(local, spec, m, dim, sizes):
         exchange = HaloExchange(local, dim, before.sizes, bounds(sizes), group)
         return exchange.rows(), new
 
-    # This rank's block for rank r: its rows of the old dimension, and r's rows of the new one.
+    # Cut this rank's part into a block for each rank. Blocks travel flat, because they differ in shape.
     blocks = local.split(sizes, dim)
     sent = tuple([block.numel() for block in blocks])
     outgoing = torch.cat([block.flatten() for block in blocks])
     shape = new.local_shape
     shapes = [(*shape[:old], n, *shape[old + 1 :]) for n in before.sizes]  # of the blocks that arrive
     received = tuple([math.prod(of_block) for of_block in shapes])
-    flat = all_to_all(outgoing, sent, received, group)
-    # The blocks arrive flat, in the order of the ranks.
+    flat = all_to_all(outgoing, sent, received, group)  # (elements,)
+
+    # The blocks arrive in the order of the ranks. Joined, they are whole along the old dimension.
     arrived = []
     for block, of_block in zip(flat.split(received), shapes, strict=True):
         arrived.append(block.view(of_block))

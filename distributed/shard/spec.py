@@ -1,18 +1,13 @@
 """Spec: how a tensor is split over the ranks of a mesh. Nothing is communicated here.
 
-Every dimension of the tensor is a product of *axes*, outermost first. An axis is either whole on every rank, or split
-over one dimension of the mesh into contiguous pieces of any sizes, including 0. Each dimension of an image has one
-axis. If (H, W) is flattened, the result is one dimension with two axes. The tokens of a tile therefore remember their
-rows and columns, and can be unflattened exactly. A class token stands *ahead* of such a product: the first of the ranks
-among which the axes are split holds it, and the outermost axis counts it.
+A Spec has the mesh and, for every dimension of the tensor, the axes that it is made of (axes.py).
 """
 
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
 from distributed.collectives import Group, Sizes, as_group, shard_sizes
+from distributed.shard.axes import Axes, Axis, mesh_dims_of, unsplit_axes
 from utils import comm
 from utils.torch_private import flattened
 
@@ -31,18 +27,8 @@ class CannotSplit(ValueError):
     """A dimension that is split in a way in which it cannot be used."""
 
 
-class Axis(NamedTuple):
-    """A number of elements; if mesh_dim is not None, rank i of that mesh dimension holds sizes[i] of them."""
-
-    size: int
-    mesh_dim: Any = None  # an int if sizes are given
-    sizes: Sizes | None = None
-    prefix: int = 0  # of the outermost of several axes: elements in front of their product
-
-
 Derived = TypeVar("Derived")
 UNKNOWN: Any = object()  # stands for a derived value that was not made yet; None may be one
-Axes = tuple[Axis, ...]  # of one dimension
 Shares = tuple[Sizes, Group] | None  # elements on each rank of a group among which they are split; None: not split
 Pieces = Mapping[int, Sizes | None]  # {mesh dimension: sizes of its ranks, None: as even as possible}
 
@@ -278,56 +264,6 @@ class Spec:
         return f"Spec({tuple(self.shape)}, {', '.join(map(str, self.placements))})"
 
 
-def mesh_dims_of(*dims: Iterable[Axis]) -> set[int]:
-    """The mesh dimensions that split any of the axes of some dimensions."""
-    return {axis.mesh_dim for axis in chain(*dims) if axis.sizes is not None}
-
-
-def unsplit_axes(size: int) -> Axes:
-    """The axes of a dimension that is not split."""
-    return (Axis(size),) if size != 1 else ()
-
-
-def merged(axes: Iterable[Axis]) -> Axes:
-    """The same dimension in as few axes as possible: an axis that is whole joins the axis outside of it.
-
-    If one axis is left, the elements ahead of it join it.
-    """
-    result: list[Axis] = []
-    for axis in axes:
-        is_split = axis.sizes is not None
-        if axis.size == 1 and not is_split and not axis.prefix:
-            continue
-        if result and not is_split:  # pieces of the outer axis stay contiguous
-            outer = result[-1]
-            sizes = outer.sizes and tuple([n * axis.size for n in outer.sizes])
-            result[-1] = outer._replace(size=outer.size * axis.size, sizes=sizes)
-        else:
-            result.append(axis)
-    has_one_axis = len(result) == 1
-    if has_one_axis and result[0].prefix:
-        size, mesh_dim, sizes, prefix = result[0]
-        if sizes:  # the first rank holds the prefix
-            first, *others = sizes
-            sizes = (first + prefix, *others)
-        return (Axis(size + prefix, mesh_dim, sizes),)
-    return tuple(result)
-
-
-def prefix_axes(axes: Axes, count: int) -> Axes:
-    """The axes of `count` elements, all of which the first of the ranks holds among which `axes` are split."""
-    result: list[Axis] = []
-    for axis in axes:
-        if axis.sizes is None:
-            continue
-        # The outermost axis has all elements, each other one a single element.
-        size = 1 if result else count
-        of_others = [0] * (len(axis.sizes) - 1)
-        sizes = (size, *of_others)
-        result.append(Axis(size, axis.mesh_dim, sizes))
-    return tuple(result)
-
-
 def spec_of(
     mesh: DeviceMesh | Mesh,
     shape: Sequence[int],
@@ -386,7 +322,8 @@ def part_of(
 ) -> Tensor:
     """The part of a whole tensor that a rank of the mesh (by default this rank) holds; differentiable.
 
-    A dimension of size 1 stays whole if the spec has a larger size for it, because it broadcasts.
+    full: in the shape of the spec. A dimension of size 1 stays whole if the spec has a larger size for it, because it
+    broadcasts.
     """
     for dim, axes in enumerate(spec.dims):
         if dim not in spec.split_dims:
@@ -394,9 +331,9 @@ def part_of(
         broadcasts = full.shape[dim] == 1 and spec.shape[dim] != 1
         if broadcasts:
             continue
-        # Elements ahead of the product of axes are apart.
+        # Take the prefix off, the elements ahead of the product of axes.
         prefix = axes[0].prefix
-        before = full
+        with_prefix = full
         full = full.narrow(dim, prefix, full.shape[dim] - prefix)
 
         # Each split axis is cut by itself, as a dimension of its own.
@@ -412,7 +349,8 @@ def part_of(
         if is_product:
             last = dim + len(axes) - 1
             full = full.flatten(dim, last)
+        # The first rank has the prefix.
         if prefix and spec.is_first(axes, rank):
-            ahead = before.narrow(dim, 0, prefix)
-            full = torch.cat([ahead, full], dim)
+            head = with_prefix.narrow(dim, 0, prefix)
+            full = torch.cat([head, full], dim)
     return full

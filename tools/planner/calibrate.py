@@ -17,7 +17,8 @@ from tools.instruments.clock import timed
 from tools.instruments.pool import Process
 from tools.instruments.rank_case import RankCase, build_case, take_case
 from tools.planner.hardware import HARDWARE, MEASURED, Collective, Speeds, gpu_of, read_gpus
-from tools.planner.step_time import StepTime, step_time, wrapped
+from tools.planner.rank_seconds import calls_around_model
+from tools.planner.step_time import StepTime, step_time
 from tools.planner.trace import Trace, observe_step
 from tools.tables import machine
 from training.spans import listening
@@ -218,7 +219,7 @@ def entry(
         case, trace = traces[name]
         gpu = gpu_of("here", {"measured": found})
         planned = step_time([trace], case.config, case.layout, gpu)
-        calls = wrapped(trace, planned.collectives, case.config)[name]
+        calls = calls_around_model(trace, planned.collectives, case.config)[name]
         if calls:
             found["around"][name] = _seconds_around(phases, planned, calls)
     return {"measured": found}
@@ -255,6 +256,7 @@ def _seconds_around(phases: Figures, planned: StepTime, calls: int) -> dict[str,
     late = {}
     for phase, seconds in phases.items():
         late[phase] = max(0.0, seconds - planned.phases[phase])
+    # The whole step is late by less than its late phases, if others are early.
     whole = max(0.0, sum(phases.values()) - planned.seconds)
     share = whole / max(1e-9, sum(late.values()))  # 0 to 1
     return {phase: seconds * share / calls for phase, seconds in late.items()}

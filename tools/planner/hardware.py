@@ -53,10 +53,11 @@ class Speeds:
     @cache  # noqa: B019  there are few Speeds in a process
     def seconds(self, operation: Operation, dtype: str, head: int = 0) -> float:
         """Seconds of an operation. dtype: in which it computes, as the tables call it. head: its size, of attention."""
+        # The table of the operator, or of one like it, in the nearest type that was measured.
         name = self._measured_name(operation, dtype)
 
         def distance(known):
-            """Of a measured type: another dtype is further off than another size of heads."""
+            """(whether a measured type has another dtype, how far its size of heads is off); the first counts most."""
             called, _, size = known.partition(OF_HEADS)
             is_other = called != dtype
             if not size:
@@ -65,8 +66,10 @@ class Speeds:
             return is_other, abs(math.log(int(size) / max(1, head)))
 
         nearest_type = min(self.operations[name], key=distance)
-        work, place = _place(name, operation.flops, operation.moved)
         table = self._table(name, nearest_type)
+
+        # The rate, between those of the measured sizes, gives the time.
+        work, place = _place(name, operation.flops, operation.moved)
         (log_of_rate,) = table(np.array([place]))
         return work / math.exp(float(log_of_rate))
 

@@ -9,7 +9,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from tools.planner.fake import fake_rank
@@ -67,7 +67,6 @@ def candidates(
     found: list[tuple[Config, Layout]] = []
     refused = Counter[str]()
     refusal = trial(config)
-    keys = config.model_dump(exclude={"config"})
     for tp in choice.tensor_parallel():
         # Across nodes tensor parallelism is slow.
         if tp > ranks_per_node and found:
@@ -86,20 +85,14 @@ def candidates(
             several_share_weights = gpus // (tp * pp) > 1
             strategies = list(choice.strategies(dp, several_share_weights))
             for way in choice.ways(dp, tp, cp, pp, domain):
+                settings = split | way
                 # What the config itself refuses costs nothing; the model is split only for what is left.
-                taken = []
-                for strategy in strategies:
-                    settings = keys | split | way | strategy
-                    try:
-                        checked = check_config(settings, config.config, "", (), gpus)
-                        taken.append((checked, checked.layout(gpus, ranks_per_node)))
-                    except UsageError as error:
-                        refused[str(error).removeprefix(": ")] += 1
-                reason = refusal(split | way) if taken else None
+                accepted = choice.accepted(settings, strategies, refused)
+                reason = refusal(settings) if accepted else None
                 if reason:
-                    refused[reason] += len(taken)
+                    refused[reason] += len(accepted)
                 else:
-                    found += taken
+                    found += accepted
     return found, dict(refused)
 
 
@@ -120,6 +113,11 @@ class _Choices:
     ranks_per_node: int
     fixed: frozenset[str]
 
+    @cached_property
+    def keys(self) -> dict[str, Any]:
+        """All keys of the config."""
+        return self.config.model_dump(exclude={"config"})
+
     def values(
         self,
         name: str,
@@ -131,6 +129,26 @@ class _Choices:
         if is_free:
             return wanted
         return [getattr(self.config, name)]
+
+    def accepted(
+        self,
+        settings: dict[str, Any],
+        strategies: Iterable[dict[str, Any]],
+        refused: Counter[str],
+    ) -> list[tuple[Config, Layout]]:
+        """[(config, layout)] of the strategies that the config's own checks accept, with a split and a way of it.
+
+        settings: of the split and the way. refused: counts the reason of each of the others.
+        """
+        accepted = []
+        for strategy in strategies:
+            wanted = self.keys | settings | strategy
+            try:
+                checked = check_config(wanted, self.config.config, "", (), self.gpus)
+                accepted.append((checked, checked.layout(self.gpus, self.ranks_per_node)))
+            except UsageError as error:
+                refused[str(error).removeprefix(": ")] += 1
+        return accepted
 
     def tensor_parallel(self) -> Sequence[int]:
         """Sizes of tp."""

@@ -108,7 +108,7 @@ def is_exact(config: Config) -> bool:
 
 
 def _deep(config, layout, rank, device_type, inference):
-    """The Trace of a model of any depth: of a deep one extrapolated from two shallow ones."""
+    """The Trace of a model of any depth. A deep one is extrapolated from traces of two and of three units of depth."""
     # The unit by which depth grows: a block, or an interval of checkpointing, in each stage.
     unit = layout.pp
     if layout.pp > 1 and config.pp_schedule == "interleaved":
@@ -117,7 +117,7 @@ def _deep(config, layout, rank, device_type, inference):
         unit *= config.checkpointing_interval
     units, left = divmod(config.depth, unit)
 
-    # What is traced in full.
+    # The most units that are traced in full: of some options counts are not linear in the depth.
     most = MOST
     replicas = layout.dp * layout.cp * layout.ens * math.prod(layout.domain)
     if replicas > 1 and not config.noddp:
@@ -129,29 +129,30 @@ def _deep(config, layout, rank, device_type, inference):
     if left or units <= most:
         return _trace(config, layout, rank, device_type, inference)
 
-    two, three = (config.model_copy(update={"depth": n * unit}) for n in (2, 3))
-    few = _trace(two, layout, rank, device_type, inference)
-    more = _trace(three, layout, rank, device_type, inference)
-    times = units - 2
+    two_units, three_units = (config.model_copy(update={"depth": n * unit}) for n in (2, 3))
+    of_two = _trace(two_units, layout, rank, device_type, inference)
+    of_three = _trace(three_units, layout, rank, device_type, inference)
+    further = units - 2  # units beyond the first two
     return Trace(
-        Counter(_extrapolated(few.memory, more.memory, times)),
-        Counter(_extrapolated(few.held, more.held, times)),
-        Counter(_extrapolated(few.operations, more.operations, times)),
-        Counter(_extrapolated(few.messages, more.messages, times)),
-        more.groups,
+        Counter(_extrapolated(of_two.memory, of_three.memory, further)),
+        Counter(_extrapolated(of_two.held, of_three.held, further)),
+        Counter(_extrapolated(of_two.operations, of_three.operations, further)),
+        Counter(_extrapolated(of_two.messages, of_three.messages, further)),
+        of_three.groups,
     )
 
 
-def _extrapolated(few, more, times):
-    """Counts of a deeper model: each grows by the same number with every unit. few, more: Counters."""
+def _extrapolated(of_two, of_three, further):
+    """Counts of a deeper model, of those of two and of three units: each grows by the same number with every unit."""
     counts = {}
-    for key in few | more:
-        growth = more[key] - few[key]
-        counts[key] = few[key] + growth * times
+    for key in of_two | of_three:
+        growth = of_three[key] - of_two[key]
+        counts[key] = of_two[key] + growth * further
     return counts
 
 
 def _trace(config, layout, rank, device_type, inference):
+    """The Trace of one rank: the real step, once to settle its state and once observed, on fake tensors."""
     # Compiled code and DTensor are not traced: the mathematics is the same without them. What fp8 keeps for the
     # backward pass is in bf16.
     mode = "bf16" if config.amp_mode == "fp8" else config.amp_mode

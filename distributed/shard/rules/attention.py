@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from distributed.attention import METHODS
 from distributed.collectives import copy_to_region
+from distributed.shard.axes import unsplit_axes
 from distributed.shard.operands import (
     as_replicated,
     global_shape,
@@ -24,8 +25,8 @@ from distributed.shard.operands import (
 )
 from distributed.shard.rules.along import unshard_dims
 from distributed.shard.rules.elementwise import own_stream
-from distributed.shard.rules.windows import no_outputs, request
-from distributed.shard.spec import part_of, unsplit_axes
+from distributed.shard.rules.spatial import no_outputs, request
+from distributed.shard.spec import part_of
 from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, rule, wrap
 from networks.neighborhood import attend_windows, neighborhood_attention, per_axis, window_starts
 from networks.vit import PerAxis
@@ -53,9 +54,10 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> ShardTensor:
-    """Attention of q (..., heads, N, d) to k, v (..., heads, M, d), of which some may be plain tensors.
+    """Attention of q (..., heads, N, d) to k, v (..., heads, M, d), of which some may be plain -> (..., heads, N, d).
 
     Keys and values are brought to the queries' split of samples and heads; queries that are whole, to that of the keys.
+    Tokens that are split go by the chosen method. Raises no_rule for split heads of which several share keys.
     """
     # Plain tensors among them, such as learned queries, are the same on every rank.
     like = next(x for x in (q, k, v, attn_mask) if isinstance(x, ShardTensor))
@@ -82,11 +84,11 @@ def attention(
         _, _, *rest = q.spec.dims
         q = to_spec(q, q.spec.with_dims((samples, heads, *rest)))
 
-    # Keys that are split as the queries stay so, for the methods; others become whole.
+    # The methods exchange keys that are split as the queries, with values of as many features. Other keys become whole.
     same_tokens = k.spec.dims[2] == q.spec.dims[2]
     same_features = k.spec.shape[3] == v.spec.shape[3]
-    is_self_attention = same_tokens and same_features
-    tokens = q.spec.dims[2] if is_self_attention else unsplit_axes(k.spec.shape[2])
+    suits_methods = same_tokens and same_features
+    tokens = q.spec.dims[2] if suits_methods else unsplit_axes(k.spec.shape[2])
     k = _split_as_queries(func, q, k, tokens, enable_gqa)
     v = _split_as_queries(func, q, v, tokens, enable_gqa)
 
@@ -104,8 +106,11 @@ def _with_whole_features(x, spec):
 
 
 def _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa):
-    """Attention of this rank's queries, with the samples and heads of which this rank has the keys and values."""
-    rows = q.spec
+    """Attention of this rank's queries to all keys, by one of three ways: which depends on what splits the tokens.
+
+    q, k, v: ShardTensors (B, heads, N or M, d), which split samples and heads alike.
+    """
+    rows = q.spec  # of the scores, (N, M)
     columns = k.spec
     out = rows.with_dims((*rows.dims[:3], v.spec.dims[3]))
     q = local(q)  # (b, heads, n, d)
@@ -120,10 +125,12 @@ def _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa):
         heads = q.shape[1]
         k = k.repeat_interleave(heads // k.shape[1], 1)
         v = v.repeat_interleave(heads // v.shape[1], 1)
+    # 1. This rank has all queries and all keys of its samples and heads.
     if not rows.is_split(2):
         y = _fused(q, k, v, attn_mask, dropout_p, is_causal)
         return wrap(y, out)
 
+    # 2. Queries and keys are split alike: ranks exchange keys.
     mask = _mask(attn_mask, is_causal, rows, columns, q.device)
     sizes, group = rows.shares(2)
     if columns.is_split(2):
@@ -132,7 +139,7 @@ def _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa):
         method = METHODS[_chosen]
         y = method(q, k, v, dropout_p, sizes=sizes, group=group, mask=mask)
         return wrap(y, out)
-    # Every rank has all keys, and different queries.
+    # 3. Every rank has all keys, and different queries. Gradients of the keys are summed over the ranks.
     k = copy_to_region(k, group)
     v = copy_to_region(v, group)
     mask = _own_rows(mask, rows)
@@ -148,22 +155,28 @@ def _fused(q, k, v, mask, dropout_p, is_causal=False):
 
 
 def _as_four(x, shape):
-    """X (..., N, d) or a mask as (B, heads, N, d); shape: that of its leading dimensions after broadcasting."""
+    """A tensor (..., N, d), or a mask, as (B, heads, N, d).
+
+    shape: of its leading dimensions after broadcasting. The last of these are the heads, all others the samples.
+    """
     if len(shape) > 1:
-        ahead = (math.prod(shape[:-1]), shape[-1])
+        samples_and_heads = (math.prod(shape[:-1]), shape[-1])
     else:
         ones = [1] * (2 - len(shape))
-        ahead = (*shape, *ones)
+        samples_and_heads = (*shape, *ones)
     rest = global_shape(x)[-2:]
     if isinstance(x, ShardTensor):
         expanded = dispatch(torch.broadcast_to, x, (*shape, *rest))
-        return dispatch(torch.reshape, expanded, (*ahead, *rest))
+        return dispatch(torch.reshape, expanded, (*samples_and_heads, *rest))
     expanded = x.expand(*shape, *rest)
-    return expanded.reshape(*ahead, *rest)
+    return expanded.reshape(*samples_and_heads, *rest)
 
 
 def _split_as_queries(func, q, x, tokens, grouped):
-    """The keys or values x with the samples and heads of the queries, and their split of these. tokens: axes."""
+    """The keys or values x with the samples and heads of the queries q, split as these are.
+
+    tokens: axes that the tokens get. grouped: several heads of queries may share a head of keys.
+    """
     rows = q.spec
     # Samples and heads of size 1 broadcast over those of the queries.
     samples, heads = x.spec.shape[:2]
@@ -201,7 +214,10 @@ def _of_own_heads(mask, rows):
 
 
 def _mask(mask, is_causal, rows, columns, device):
-    """The mask of all queries and keys, (..., N, M), both in the order of the ranks."""
+    """The mask of all queries and keys, (..., N, M), both in the order of the ranks; None without one.
+
+    The methods join keys rank by rank. Their tokens follow each other as in the image only if ranks hold bands of it.
+    """
     n_queries = rows.shape[2]
     n_keys = columns.shape[2]
     if is_causal:
@@ -209,7 +225,7 @@ def _mask(mask, is_causal, rows, columns, device):
         mask = mask.tril()
     if mask is None:
         return None
-    # The ranks' tokens do not follow each other where a tile is several rows of the image.
+    # Bring rows and columns of the mask to the order of the ranks, where these hold tiles.
     for dim, spec in ((-2, rows), (-1, columns)):
         axes = spec.dims[2]
         are_tiles = len(axes) > 1
@@ -243,7 +259,11 @@ def attend(
     dilation: PerAxis = 1,
     scale: float | None = None,
 ) -> ShardTensor:
-    """Attention of q, k, v (B, heads, *spatial, d), which split samples, heads and spatial axes in the same way."""
+    """Attention of q, k, v (B, heads, *spatial, d), which split samples, heads and spatial axes in the same way.
+
+    Each query sees the keys of a window around it: they come as a halo. Raises no_rule for another split, or a split of
+    the features d.
+    """
     if not all(isinstance(x, ShardTensor) for x in (q, k, v)):
         raise no_rule(func, (q, k, v), {}, "q, k and v must be ShardTensors")
     q = sum_partial(q)
@@ -257,8 +277,8 @@ def attend(
         raise no_rule(func, (q, k, v), {}, "they must be split in the same way, and not along features")
 
     # Fetch the keys and values that this rank's queries see, along each split axis.
-    q = local(q)
-    keys = torch.cat([local(k), local(v)], -1)  # one exchange for both
+    q = local(q)  # (b, heads, *own spatial, d)
+    keys = torch.cat([local(k), local(v)], -1)  # (b, heads, *own spatial, d + d of v): one exchange for both
     count = len(spec.dims) - 3
     kernels = per_axis(kernel_size, count)
     steps = per_axis(dilation, count)
@@ -275,9 +295,9 @@ def attend(
                 return min(of_queries), max(of_queries) + reach
 
             sizes, _ = split  # of the queries, which are split as the keys
-            pending, (low, high), (start, _) = request(keys, dim, split, sizes, seen, fill=None)
+            pending, (low, high), (first_fetched, _) = request(keys, dim, split, sizes, seen, fill=None)
             keys = pending.rows()
-            first = [row - start for row in first[low:high]]  # counted in the rows that were fetched
+            first = [row - first_fetched for row in first[low:high]]  # counted in the rows that were fetched
         starts.append(first)
     has_queries = all(starts)
     if not has_queries:

@@ -16,8 +16,8 @@ from distributed.shard.hacks import without_dispatch
 from distributed.shard.operands import sum_partial
 from distributed.shard.rules.elementwise import own_stream
 from distributed.shard.rules.normalization import of_channels
-from distributed.shard.rules.reductions import kept
-from distributed.shard.rules.windows import spatial, windows_of
+from distributed.shard.rules.reductions import drop_dims
+from distributed.shard.rules.windows import ntuple, windows_of
 from distributed.shard.tensor import (
     NoRule,
     ShardTensor,
@@ -195,22 +195,16 @@ def as_strided(
     stride: Sequence[int],
     storage_offset: int | None = None,
 ) -> ShardTensor:
-    """Windows of the elements of a tensor in row-major order, each dimension a view or an unfold of those inside it.
+    """Windows of the elements of a tensor in row-major order: a copy, not a view.
 
-    Whether the whole tensor would be in this order the ranks agree on in one message, which the host reads. Refused for
-    tensors in another order, and where the ranks' pieces would be broken up. It is a copy, not a view.
+    Each dimension is a view of those inside it if its rows do not overlap, and else an unfold. One message tells the
+    host whether the parts of all ranks are in row-major order. Raises no_rule for tensors in another order, and where
+    the ranks' pieces would be broken up.
     """
-    group = input.spec.mesh.joint
-    part = local(input)
-    row_major = torch.empty(part.shape, device="meta").stride()
-    has_offset = storage_offset is not None and part.storage_offset() != 0
-    ordered = part.stride() == row_major and not has_offset
-    own_answer = torch.tensor(int(ordered), device=part.device)
-    ordered_ranks = reduce_from_region(own_answer, group).item()
-    if ordered_ranks < group.size or 0 in size:
+    if not _is_row_major(input, storage_offset) or 0 in size:
         raise no_rule(func, (input,), {}, "it is empty, or not in row-major order")
 
-    # All elements in order, from the first that is used. reach: the distance from it to the last.
+    # All elements in order, from the first that is used. reach: the distance from it to the last that is used.
     x = input.flatten()
     offset = storage_offset or 0
     x = x.narrow(0, offset, x.shape[0] - offset)
@@ -220,21 +214,13 @@ def as_strided(
     if reach >= x.shape[0]:
         raise RuntimeError(f"as_strided: sizes {list(size)} and strides {list(stride)} of {x.shape[0]} elements")
 
-    # Cut off one dimension after the other, those of the longest strides first: x is (..., rest).
+    # Cut off one dimension after the other, those of the longest strides first.
     moving = [d for d, n in enumerate(size) if n > 1 and stride[d]]
     moving.sort(key=lambda d: -stride[d])
     try:
         for d in moving:
-            n = size[d]
-            step = stride[d]
-            reach_of_rows = (n - 1) * step  # from the first row to the last
-            reach -= reach_of_rows  # of the dimensions inside this one
-            rows_are_apart = reach < step and n * step <= x.shape[-1]
-            if rows_are_apart:
-                x = x.narrow(-1, 0, n * step).unflatten(-1, (n, step))
-            else:  # they overlap
-                window = reach + 1
-                x = x.narrow(-1, 0, window + reach_of_rows).unfold(-1, window, step)
+            reach -= (size[d] - 1) * stride[d]  # which is then that of the dimensions inside of this one
+            x = _cut_off(x, size[d], stride[d], reach)
     except NoRule as broken:
         raise no_rule(func, (input,), {}, str(broken)) from broken
 
@@ -249,6 +235,35 @@ def as_strided(
     return expanded
 
 
+def _is_row_major(x, storage_offset):
+    """Tell whether the parts of all ranks are in row-major order, from the beginning of their memory if that counts.
+
+    All ranks call this together, and get the same answer.
+    """
+    part = local(x)
+    row_major = torch.empty(part.shape, device="meta").stride()
+    has_offset = storage_offset is not None and part.storage_offset() != 0
+    is_own_ordered = part.stride() == row_major and not has_offset
+    own_answer = torch.tensor(int(is_own_ordered), device=part.device)
+    group = x.spec.mesh.joint
+    ordered_ranks = reduce_from_region(own_answer, group).item()
+    return ordered_ranks == group.size
+
+
+def _cut_off(x, count, step, reach):
+    """(..., elements) -> (..., count, elements inside), for rows that begin `step` elements apart.
+
+    reach: distance from the first element of a row to its last one.
+    """
+    rows_are_apart = reach < step and count * step <= x.shape[-1]
+    if rows_are_apart:
+        return x.narrow(-1, 0, count * step).unflatten(-1, (count, step))
+    # They overlap: windows of the elements.
+    window = reach + 1
+    used = window + (count - 1) * step
+    return x.narrow(-1, 0, used).unfold(-1, window, step)
+
+
 @composed(F.unfold)
 def unfold(
     func: Callable,
@@ -259,10 +274,10 @@ def unfold(
     stride: PerAxis = 1,
 ) -> Tensor:
     """Windows of an image as columns: (B, C, H, W) -> (B, C kh kw, windows)."""
-    kh, kw = spatial(kernel_size, 2)
-    dh, dw = spatial(dilation, 2)
-    ph, pw = spatial(padding, 2)
-    sh, sw = spatial(stride, 2)
+    kh, kw = ntuple(kernel_size, 2)
+    dh, dw = ntuple(dilation, 2)
+    ph, pw = ntuple(padding, 2)
+    sh, sw = ntuple(stride, 2)
     x = F.pad(input, (pw, pw, ph, ph))
 
     # A window spans all rows from its first to its last, of which it has every dh-th.
@@ -285,11 +300,11 @@ def fold(
     stride: PerAxis = 1,
 ) -> Tensor:
     """Add up windows to an image, (B, C kh kw, windows) -> (B, C, H, W): a transposed convolution that copies."""
-    sizes = spatial(output_size, 2)
-    kernel = spatial(kernel_size, 2)
-    steps = spatial(dilation, 2)
-    pads = spatial(padding, 2)
-    strides = spatial(stride, 2)
+    sizes = ntuple(output_size, 2)
+    kernel = ntuple(kernel_size, 2)
+    steps = ntuple(dilation, 2)
+    pads = ntuple(padding, 2)
+    strides = ntuple(stride, 2)
     windows = windows_of(range(2), kernel, strides, pads, steps).values()
     counts = []  # of windows along each axis
     more = []  # rows at the end that no window reaches
@@ -329,9 +344,9 @@ def channel_dropout(
         raise no_rule(func, (input,), {}, "in place, or without samples")
     x = sum_partial(input)
     spatial_dims = range(2, len(x.spec.dims))
-    spec = kept(x.spec, spatial_dims, True)  # (B, C, 1, ...)
+    spec = drop_dims(x.spec, spatial_dims, True)  # (B, C, 1, ...)
 
-    # Every channel becomes a multiple of itself plus a number: what becomes of 0 and of 1 shows both.
+    # Every channel x becomes factor * x + shift. What becomes of 0 is the shift; of 1, factor + shift.
     samples_and_channels = spec.local_shape[:2]
     zero_and_one = torch.tensor([0.0, 1.0], dtype=x.dtype, device=x.device)
     probe = zero_and_one.expand(*samples_and_channels, 2)  # (b, c, 2)

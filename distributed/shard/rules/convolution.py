@@ -1,11 +1,11 @@
-"""Convolution and transposed convolution of a tensor with split spatial dimensions: see windows.py.
+"""Convolution and transposed convolution of a tensor with split spatial dimensions: see spatial.py.
 
 The weights are plain tensors, whole on every rank. Each rank fetches the rows that its outputs need, including padding
 at the ends of the whole dimension, and calls the plain operation.
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,20 +14,21 @@ from torch.nn import functional as F
 from distributed.collectives import Sizes
 from distributed.halo import HaloExchange, Interval, bounds
 from distributed.layers import to_compute_dtype
-from distributed.shard.rules import windows
+from distributed.shard.rules.spatial import Output, fetch_halos, no_outputs, request, spatial_rule
 from distributed.shard.rules.windows import (
-    Output,
     Padding,
     Splits,
     Window,
-    request,
-    spatial,
+    cut,
+    ntuple,
+    output_shape,
     whole_length,
+    windows_of,
 )
 from networks.vit import PerAxis
 
 
-@windows.spatial_rule("conv")
+@spatial_rule("conv")
 def convolve(
     func: Callable,
     x: Tensor,
@@ -45,16 +46,16 @@ def convolve(
     while other rows travel, if these are most of the outputs of every rank. Raises ValueError if a window is longer
     than the padded input.
     """
-    count = weight.ndim - 2
+    count = weight.ndim - 2  # of spatial dimensions
     x = to_compute_dtype(x)
     first_spatial = x.ndim - count
     spatial_dims = range(first_spatial, x.ndim)
     kernel = weight.shape[2:]
-    along = windows.windows_of(spatial_dims, kernel, stride, padding, dilation)
-    shape = windows.output_shape(func, x, splits, along)
+    window_of = windows_of(spatial_dims, kernel, stride, padding, dilation)
+    shape = output_shape(func, x, splits, window_of)
     shape[first_spatial - 1] = weight.shape[0]  # (B, D, ...) of the whole output
 
-    x, own_padding = _padded(x, splits, along)
+    x, own_padding = _pad_whole_dims(x, splits, window_of)
 
     def compute(part: Tensor) -> Tensor:
         return func(part, weight, bias, stride, own_padding, dilation, groups)
@@ -62,39 +63,40 @@ def convolve(
     # Fetch the rows of all split dimensions but the last at once, and only begin to fetch those of the last.
     *others, last = sorted(splits)
     other_splits = {dim: splits[dim] for dim in others}
-    x, new, _ = windows.extended(x, other_splits, along, shape, 0)
-    window = along[last]
+    x, out_sizes, _ = fetch_halos(x, other_splits, window_of, shape, 0)
+    window = window_of[last]
     sizes, group = splits[last]
-    new[last] = window.output_sizes(sizes, shape[last])
-    pending, outputs, _ = request(x, last, splits[last], new[last], window.interval)
-    shape[last] = outputs[1] - outputs[0]  # of this rank's output
+    out_sizes[last] = window.output_sizes(sizes, shape[last])
+    pending, outputs, _ = request(x, last, splits[last], out_sizes[last], window.interval)
+    shape[last] = outputs[1] - outputs[0]  # from here on `shape` is that of this rank's output
     if 0 in shape:
-        return windows.no_outputs(pending.rows(), shape, weight, bias), new
+        return no_outputs(pending.rows(), shape, weight, bias), out_sizes
 
     # Compute what needs no other rank's rows while they travel, where that pays.
-    every_rank_has_outputs = all(all(sizes_of_dim) for sizes_of_dim in new.values())
-    worthwhile = every_rank_has_outputs and mostly_inside(window, sizes, new[last])
+    every_rank_has_outputs = all(all(sizes_of_dim) for sizes_of_dim in out_sizes.values())
+    worthwhile = every_rank_has_outputs and mostly_inside(window, sizes, out_sizes[last])
     if worthwhile and pending.traffic and may_overlap(x):
         own_rows = bounds(sizes)[group.rank]
         y = overlapped(compute, pending, window, last, own_rows, outputs)
-        return y, new
+        return y, out_sizes
     y = compute(pending.rows())  # (B, D, ...) of this rank
-    return y, new
+    return y, out_sizes
 
 
-def _padded(x, splits, along):
-    """(x, padding that the plain operation has still to add) along the dimensions that are not split.
+def _pad_whole_dims(x, splits, window_of):
+    """(x, padding that the plain operation has still to add at both ends of each spatial dimension).
 
-    The plain operation pads both ends by the same number. Where they differ, x is padded here.
+    Split dimensions get their padding with their halos. The plain operation pads both ends of a whole dimension by the
+    same number. Where they differ, x is padded here.
     """
     own_padding = []
-    for dim, window in along.items():
-        is_even = window.before == window.after
-        if dim in splits or not is_even:
+    for dim, window in window_of.items():
+        if dim in splits:
             own_padding.append(0)
-        else:
+        elif window.before == window.after:
             own_padding.append(window.before)
-        if dim not in splits and not is_even:
+        else:
+            own_padding.append(0)
             # F.pad takes a pair (before, after) for each dimension, the last dimension first.
             later_dims = [0, 0] * (x.ndim - 1 - dim)
             x = F.pad(x, [*later_dims, window.before, window.after])
@@ -107,19 +109,20 @@ def may_overlap(x: Tensor) -> bool:
     return x.device.type != "cpu" and not torch.compiler.is_compiling()
 
 
-def mostly_inside(window: Window, sizes: Sizes, outputs: Sizes) -> bool:
+def mostly_inside(window: Window, sizes: Sizes, out_sizes: Sizes) -> bool:
     """Tell whether on every rank most of the outputs, but not all, need only its own rows.
 
-    sizes, outputs: number of rows and of outputs on every rank. All ranks must decide alike: one that overlaps begins,
-    in its backward pass, to exchange rows before it has the gradients of the weights, and any other rank afterwards.
-    Where data parallelism reduces these gradients meanwhile, the collectives would come in different orders.
+    sizes, out_sizes: number of rows and of outputs on every rank. All ranks must decide alike: one that overlaps
+    begins, in its backward pass, to exchange rows before it has the gradients of the weights, and any other rank
+    afterwards. Where data parallelism reduces these gradients meanwhile, collectives would come in different orders.
     """
-    for rows, (first, last) in zip(bounds(sizes), bounds(outputs), strict=True):
+    for rows, (first, last) in zip(bounds(sizes), bounds(out_sizes), strict=True):
         inner_first, inner_last = inside(window, rows, (first, last))
         count = last - first
         inner_count = inner_last - inner_first
-        # Most: more than three quarters.
-        if not 3 * count < 4 * inner_count < 4 * count:
+        are_most = 4 * inner_count > 3 * count  # more than three quarters
+        are_all = inner_count == count
+        if are_all or not are_most:
             return False
     return True
 
@@ -154,21 +157,60 @@ def overlapped(
 
 
 def inside(window: Window, rows: Interval, outputs: Interval) -> Interval:
-    """The outputs among [first, last) that need only the given rows."""
+    """The outputs [a, b) among `outputs` that need only the given rows; a = b if there are none."""
     first_row, end_row = rows
     first_output, end_output = outputs
 
-    # Output j reads from row j * stride - before on, as far as `reach` rows behind that.
+    # Output j reads the rows from j * stride - before on, to `reach` rows behind that.
+    # The first output that reads nothing in front of first_row: first_row + before over stride, rounded up.
     first = -((-first_row - window.before) // window.stride)
+    # The last output that reads nothing behind the last row.
     last_start = end_row - 1 - window.reach
-    last = (last_start + window.before) // window.stride + 1
+    last = (last_start + window.before) // window.stride
     first = max(first, first_output)
     first = min(first, end_output)
-    last = min(last, end_output)
-    return first, max(first, last)
+    end = min(last + 1, end_output)
+    return first, max(first, end)
 
 
-@windows.spatial_rule("conv_transpose")
+class Spread(NamedTuple):
+    """Along one dimension of a transposed convolution, where each row adds to several outputs.
+
+    Row j adds to the outputs j * stride - crop + dilation * t, for t < kernel.
+    """
+
+    kernel: int
+    stride: int
+    crop: int  # outputs that are left out at both ends (torch calls it padding)
+    extra: int  # outputs that are added at the end (output_padding)
+    dilation: int
+
+    @property
+    def reach(self) -> int:
+        """Distance from the first output to which a row adds to the last."""
+        return self.dilation * (self.kernel - 1)
+
+    def length(self, rows: int) -> int:
+        """Number of outputs for a number of rows."""
+        first_of_last_row = (rows - 1) * self.stride
+        return first_of_last_row - 2 * self.crop + self.reach + self.extra + 1
+
+    def middle_output(self, row: int) -> int:
+        """The output in the middle of those to which a row adds. Its owner is the rank that holds the row."""
+        middle_of_first_row = self.reach // 2 - (self.stride - 1) // 2 - self.crop
+        return row * self.stride + middle_of_first_row
+
+    def rows(self, first: int, last: int) -> Interval:
+        """The rows [a, b) that add to the outputs [first, last)."""
+        # Outputs are counted before the crop from here on.
+        first += self.crop
+        last += self.crop
+        first_that_reaches = -((self.reach - first) // self.stride)  # rounded up
+        first_row = max(0, min(first_that_reaches, first // self.stride))
+        return first_row, (last - 1) // self.stride + 1
+
+
+@spatial_rule("conv_transpose")
 def convolve_transposed(
     func: Callable,
     x: Tensor,
@@ -181,77 +223,76 @@ def convolve_transposed(
     groups: int = 1,
     dilation: PerAxis = 1,
 ) -> Output:
-    """conv_transpose1d, 2d, 3d: x (B, C, ...) or (C, ...), weight (C, D / groups, ...) -> (B, D, ...)."""
-    count = weight.ndim - 2
+    """conv_transpose1d, 2d, 3d: x (B, C, ...) or (C, ...), weight (C, D / groups, ...) -> (B, D, ...).
+
+    Raises ValueError for an output without rows, and for an output_padding that torch refuses.
+    """
+    count = weight.ndim - 2  # of spatial dimensions
     x = to_compute_dtype(x)
     first_spatial = x.ndim - count
-    strides = spatial(stride, count)
-    dilations = spatial(dilation, count)
-    crops = list(spatial(padding, count))  # outputs that are left out at both ends
-    extras = list(spatial(output_padding, count))  # and outputs that are added at the end
-    new = {}
-    surplus = {}  # {split dimension: outputs to drop in front of this rank's own}
-    shape = [*x.shape[: first_spatial - 1], weight.shape[1] * groups]  # (B, D), then this rank's rows
-    for i, (kernel, d) in enumerate(zip(weight.shape[2:], dilations, strict=True)):
+    kernel = weight.shape[2:]
+    spreads = _spreads_of(kernel, stride, padding, output_padding, dilation)
+    crops = [spread.crop for spread in spreads]  # of the plain operation on this rank's rows
+    extras = [spread.extra for spread in spreads]
+    out_sizes = {}
+    in_front = {}  # {split dimension: outputs of other ranks, in front of this rank's, that the plain operation makes}
+    shape = [*x.shape[: first_spatial - 1], weight.shape[1] * groups]  # (B, D), then the rows of this rank's output
+    for i, spread in enumerate(spreads):
         dim = first_spatial + i
-        s = strides[i]
-        p = crops[i]
-        extra = extras[i]
-        reach = d * (kernel - 1)
-        start_of_last = (whole_length(x, dim, splits) - 1) * s  # of the outputs of the last row
-        length = start_of_last - 2 * p + reach + extra + 1
-        if extra >= max(s, d) or length < 1:
-            raise ValueError(f"{func.__name__}: {length} rows, output_padding {extra}, stride {s}")
+        length = spread.length(whole_length(x, dim, splits))
+        if spread.extra >= max(spread.stride, spread.dilation) or length < 1:
+            raise ValueError(f"{func.__name__}: {length} rows, output_padding {spread.extra}, stride {spread.stride}")
         if dim in splits:
-            # Row j contributes to the outputs j * s - p + dilation * t; its rank holds those around their middle.
-            middle = reach // 2 - (s - 1) // 2 - p
+            # Fetch the rows that add to this rank's outputs.
             sizes, _ = splits[dim]
-            place = partial(middle_output, stride=s, middle=middle)
-            new[dim] = windows.cut(sizes, length, place)
-            rows = partial(spread_over, stride=s, reach=reach, crop=p)
-            pending, (first, last), (row, end) = request(x, dim, splits[dim], new[dim], rows)
+            out_sizes[dim] = cut(sizes, length, spread.middle_output)
+            pending, outputs, rows = request(x, dim, splits[dim], out_sizes[dim], spread.rows)
             x = pending.rows()
-            # The plain operation on these rows also makes outputs of other ranks: in front, and behind.
-            in_front = first + p - row * s
-            end_of_outputs = (end - 1) * s + reach + 1
-            behind = end_of_outputs - last - p
-            crops[i] = max(0, min(in_front, behind))
-            extras[i] = max(0, -behind)
-            surplus[dim] = in_front - crops[i]
+            crops[i], extras[i], in_front[dim] = _around_own_outputs(spread, outputs, rows)
+            first, last = outputs
             length = last - first
         shape.append(length)
     if 0 in shape:
-        return windows.no_outputs(x, shape, weight, bias), new
+        return no_outputs(x, shape, weight, bias), out_sizes
     y = func(x, weight, bias, stride, crops, extras, groups, dilation)
-    return _own_outputs(y, surplus, shape), new
+    return _own_outputs(y, in_front, shape), out_sizes
 
 
-def _own_outputs(y, surplus, shape):
-    """The outputs that belong to this rank. surplus: {split dimension: outputs of other ranks in front of them}."""
+def _spreads_of(kernel, stride, padding, output_padding, dilation):
+    """A Spread for each spatial dimension."""
+    count = len(kernel)
+    strides = ntuple(stride, count)
+    crops = ntuple(padding, count)
+    extras = ntuple(output_padding, count)
+    dilations = ntuple(dilation, count)
+    return [Spread(*of_dim) for of_dim in zip(kernel, strides, crops, extras, dilations, strict=True)]
+
+
+def _around_own_outputs(spread, outputs, rows):
+    """(crop, extra, outputs in front) with which the plain operation on `rows` makes this rank's outputs.
+
+    The plain operation also makes outputs of other ranks, in front of this rank's and behind them. Its crop is the same
+    at both ends, so what it cannot crop in front is left for _own_outputs. If it makes too few, it adds some.
+    """
+    first_output, end_output = outputs
+    first_row, end_row = rows
+    # Outputs are counted before the crop here.
+    surplus_in_front = first_output + spread.crop - first_row * spread.stride
+    end_of_made = (end_row - 1) * spread.stride + spread.reach + 1
+    surplus_behind = end_of_made - end_output - spread.crop
+    crop = max(0, min(surplus_in_front, surplus_behind))
+    extra = max(0, -surplus_behind)
+    return crop, extra, surplus_in_front - crop
+
+
+def _own_outputs(y: Tensor, in_front: Mapping[int, int], shape: list[int]) -> Tensor:
+    """The outputs that belong to this rank, which have this shape.
+
+    in_front: {split dimension: outputs of other ranks in front of them}.
+    """
     part = y
-    for dim, in_front in surplus.items():
-        part = part.narrow(dim, in_front, shape[dim])
+    for dim, count in in_front.items():
+        part = part.narrow(dim, count, shape[dim])
     if part.shape == y.shape:
         return y
     return part.clone()  # in memory of its own, as the output of any operation
-
-
-def middle_output(row: int, stride: int, middle: int) -> int:
-    """The output in the middle of those to which a row contributes."""
-    return row * stride + middle
-
-
-def spread_over(
-    first: int,
-    last: int,
-    stride: int,
-    reach: int,
-    crop: int,
-) -> Interval:
-    """The input rows [a, b) that a transposed convolution needs for the outputs [first, last)."""
-    # Outputs are counted before the crop from here on.
-    first += crop
-    last += crop
-    first_that_reaches = -((reach - first) // stride)
-    first_row = max(0, min(first_that_reaches, first // stride))
-    return first_row, (last - 1) // stride + 1

@@ -1,19 +1,19 @@
 """Indexing: each rank takes its own part of a slice of a split dimension, and nothing is communicated."""
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from distributed.halo import bounds
+from distributed.shard.axes import Axes, Axis, mesh_dims_of, prefix_axes, unsplit_axes
 from distributed.shard.operands import sum_partial
 from distributed.shard.rules.along import unshard_dims
 from distributed.shard.rules.lookup import mask_of, masked, rows_of_plain
-from distributed.shard.rules.windows import no_outputs
-from distributed.shard.spec import Axes, Axis, Spec, mesh_dims_of, prefix_axes, shard_sizes, unsplit_axes
-from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
+from distributed.shard.rules.spatial import no_outputs
+from distributed.shard.spec import Spec
+from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, rule, wrap
 
 
 @rule(Tensor.__getitem__)
@@ -89,20 +89,22 @@ def locate(
     x: ShardTensor,
     items: Sequence[Any],
 ) -> tuple[Spec, tuple | None]:
-    """(spec of the selection, index into this rank's part; None if another rank holds the selected row)."""
+    """(spec of x[items], index into this rank's part; None if another rank holds the selected row).
+
+    items: as index_items gives them. Raises IndexError for a number out of bounds, and no_rule for a tensor of indices
+    in a split dimension.
+    """
     spec = x.spec
 
-    # What the items make of the dimensions: the spec of the selection, and the index into this rank's part.
-    # A selected row adds mesh dimensions over which the result is a sum.
-    partial = list(spec.partial)
+    # Each item gives the axes of a dimension of the selection, and an item of the index into this rank's part.
     dims: list[Axes] = []  # of the selection
     local_index: list[Any] = []
-    is_here = True
-
-    # Index tensors broadcast against each other; their dimensions replace the first indexed one.
-    shapes: list[torch.Size] = []  # of index tensors
-    places: list[int] = []  # of index tensors, in the selection
-    at = 0  # where their dimensions go
+    is_here = True  # whether this rank holds the selected rows
+    # A selected row adds mesh dimensions over which the result is a sum.
+    partial = list(spec.partial)
+    index_shapes: list[torch.Size] = []  # of tensors of indices
+    index_places: list[int] = []  # of tensors of indices, among the items that are no numbers
+    first_indexed = 0  # dimension of the selection at which the first tensor of indices stands
     dim = 0  # of x, at which the item stands
     for item in items:
         if item is None:
@@ -113,11 +115,11 @@ def locate(
         elif isinstance(item, Tensor):
             if spec.is_split(dim):
                 raise no_rule(func, (x,), {}, f"a tensor of indices, and dimension {dim} is split")
-            if not shapes:
-                at = len(dims)
-            shapes.append(item.shape)
+            if not index_shapes:
+                first_indexed = len(dims)
+            index_shapes.append(item.shape)
             not_numbers = [i for i in local_index if not isinstance(i, int)]
-            places.append(len(not_numbers))
+            index_places.append(len(not_numbers))
         else:
             size = spec.shape[dim]
             if not -size <= item < size:
@@ -129,19 +131,24 @@ def locate(
             item = place or 0
         local_index.append(item)
         dim += item is not None
-    if shapes:
-        # As in numpy, dimensions of index tensors that do not lie side by side come first.
-        are_adjacent = places[-1] - places[0] < len(places)
+
+    # Tensors of indices broadcast against each other; the dimensions of their result replace the first indexed one.
+    if index_shapes:
+        # As in numpy, these dimensions come first if the tensors do not stand side by side.
+        are_adjacent = index_places[-1] - index_places[0] < len(index_places)
         if not are_adjacent:
-            at = 0
-        new_shape = torch.broadcast_shapes(*shapes)
-        dims[at:at] = map(unsplit_axes, new_shape)
+            first_indexed = 0
+        new_shape = torch.broadcast_shapes(*index_shapes)
+        dims[first_indexed:first_indexed] = map(unsplit_axes, new_shape)
     selection = spec.with_dims(dims, tuple(sorted(partial)))
     return selection, tuple(local_index) if is_here else None
 
 
 def index_items(func: Callable, x: ShardTensor, index: Any) -> list[Any]:
-    """A slice, a number or an index tensor for each dimension of x, and None for each new dimension."""
+    """A slice, a number or an index tensor for each dimension of x, and None for each new dimension.
+
+    Raises IndexError for too many items, and no_rule for a mask or for indices that are split.
+    """
     items = list(index) if isinstance(index, tuple) else [index]
     for i, item in enumerate(items):
         items[i] = _index_item(func, x, item)
@@ -151,13 +158,13 @@ def index_items(func: Callable, x: ShardTensor, index: Any) -> list[Any]:
     if missing < 0:
         raise IndexError(f"too many indices for tensor of dimension {count}")
     # Slices of all rows stand in the place of an Ellipsis, or at the end.
-    at = len(items)
+    place = len(items)
     for i, item in enumerate(items):
         if item is Ellipsis:
-            at = i
+            place = i
             break
     all_rows = [slice(None)] * missing
-    return [*items[:at], *all_rows, *items[at + 1 :]]
+    return [*items[:place], *all_rows, *items[place + 1 :]]
 
 
 def _index_item(func, x, item):
@@ -212,10 +219,10 @@ def _sliced(func, x, dim, item):
         return (outer, *inner), slice(own_start, None)
 
     # One axis: each rank takes what lies in its piece.
-    old, group = spec.split(dim)
-    sizes = []
-    pieces = []
-    for begin, end in bounds(old):
+    old_sizes, group = spec.split(dim)
+    sizes = []  # of the selection, on each rank
+    slices = []  # of each rank's part
+    for begin, end in bounds(old_sizes):
         # The first selected row of the piece: the steps go on from the pieces before it.
         skipped = (start - begin) % step
         first = start if start >= begin else begin + skipped
@@ -223,9 +230,9 @@ def _sliced(func, x, dim, item):
         selected = range(first, last, step)
         sizes.append(len(selected))
         last = max(last, first)
-        pieces.append(slice(first - begin, last - begin, step))
+        slices.append(slice(first - begin, last - begin, step))
     axis = Axis(size, axes[0].mesh_dim, tuple(sizes))
-    return (axis,), pieces[group.rank]
+    return (axis,), slices[group.rank]
 
 
 def _place(spec, dim, index):
@@ -235,149 +242,17 @@ def _place(spec, dim, index):
     is_first = not axes or spec.is_first(axes)
     if index < prefix:
         return index if is_first else None
-    # The index along each axis, and from these the position in the product of the rank's pieces.
+    # The index in the product of axes has a coordinate along each axis, as a row-major index has along dimensions.
+    # Those in this rank's pieces of the axes give the position in the product of its pieces.
     index -= prefix
     place = 0
     inner = spec.shape[dim] - prefix  # elements of the axes inside of this one
     for axis in axes:
         inner //= axis.size
-        global_at = index // inner % axis.size
-        at = global_at - spec.offset(axis)
-        (size,) = spec.local_axes((axis,))
-        if not 0 <= at < size:
+        coordinate = index // inner % axis.size
+        own_coordinate = coordinate - spec.offset(axis)
+        (own_size,) = spec.local_axes((axis,))
+        if not 0 <= own_coordinate < own_size:
             return None
-        place = place * size + at
+        place = place * own_size + own_coordinate
     return place + prefix if is_first else place
-
-
-def at(x: ShardTensor, dim: int, item: Any) -> tuple:
-    """The index of `item` in a dimension of x."""
-    dim = dim % len(x.spec.dims)
-    all_rows = [slice(None)] * dim
-    return (*all_rows, item)
-
-
-@rule(*named("narrow"))
-def narrow(
-    func: Callable,
-    input: ShardTensor,
-    dim: int,
-    start: Any,
-    length: int,
-) -> ShardTensor:
-    """A slice of rows. start may be a tensor with one number."""
-    dim = dim % len(input.spec.dims)
-    size = input.spec.shape[dim]
-    start = int(start)
-    if start < 0:
-        start += size
-    end = start + length
-    if not 0 <= start <= end <= size:
-        raise RuntimeError(f"narrow: rows {start} to {end} of {size}")
-    index = at(input, dim, slice(start, end))
-    return getitem(func, input, index)
-
-
-@rule(*named("unbind"))
-def unbind(
-    func: Callable,
-    input: ShardTensor,
-    dim: int = 0,
-) -> tuple[ShardTensor, ...]:
-    """All rows, each without its dimension. Rows of a split dimension are partial tensors."""
-    spec = input.spec
-    dim = dim % len(spec.dims)
-    if spec.is_split(dim):
-        indices = [at(input, dim, i) for i in range(spec.shape[dim])]
-        return tuple([getitem(func, input, index) for index in indices])
-
-    def without_dim() -> Spec:
-        before = spec.dims[:dim]
-        behind = spec.dims[dim + 1 :]
-        return spec.with_dims([*before, *behind])
-
-    left = spec.derived(("unbind", dim), without_dim)
-    return tuple([wrap(part, left) for part in input.unbind(dim)])
-
-
-@rule(*named("split", "split_with_sizes"))
-def split(
-    func: Callable,
-    tensor: ShardTensor,
-    *args: Any,
-    dim: int = 0,
-    **named_sizes: Any,
-) -> tuple[ShardTensor, ...]:
-    """Split into pieces. Along a split dimension each rank holds its own part of every piece."""
-    # dim may stand among the other arguments, behind the sizes.
-    sizes, dim, *_ = (*args, *named_sizes.values(), dim)
-    dim = dim % len(tensor.spec.dims)
-    size = tensor.spec.shape[dim]
-    if isinstance(sizes, int):
-        each = sizes
-        starts = range(0, size, each)
-        sizes = [min(each, size - first) for first in starts] or [0]  # no rows are one empty piece
-    if sum(sizes) != size:
-        raise RuntimeError(f"split: sizes {list(sizes)} do not make up dimension {dim} of {size}")
-    cuts = list(accumulate(sizes))[:-1]  # first rows of all pieces but the first
-    return tensor_split(func, tensor, cuts, dim)
-
-
-@rule(*named("tensor_split"))
-def tensor_split(
-    func: Callable,
-    input: ShardTensor,
-    *args: Any,
-    dim: int = 0,
-    **named_cuts: Any,
-) -> tuple[ShardTensor, ...]:
-    """Split into pieces as even as possible, or at given rows."""
-    # dim may stand among the other arguments, behind the cuts.
-    cuts, dim, *_ = (*args, *named_cuts.values(), dim)
-    size = input.spec.shape[dim]
-    dim = dim % len(input.spec.dims)
-    # torch makes the first pieces the longer ones, as shard_sizes does.
-    if isinstance(cuts, int):  # a number of pieces
-        *cuts, _ = accumulate(shard_sizes(size, cuts))
-    ends = [0, *cuts, size]
-    pieces = []
-    for first, last in pairwise(ends):
-        index = at(input, dim, slice(first, last))
-        pieces.append(getitem(func, input, index))
-    return tuple(pieces)
-
-
-@rule(*named("select"))
-def select(
-    func: Callable,
-    input: ShardTensor,
-    dim: int,
-    index: Any,
-) -> ShardTensor:
-    """One row, without its dimension."""
-    return getitem(func, input, at(input, dim, int(index)))
-
-
-@rule(*named("index_select"))
-def index_select(
-    func: Callable,
-    input: ShardTensor,
-    dim: int,
-    index: Tensor,
-) -> ShardTensor:
-    """Some rows, by their indices."""
-    return getitem(func, input, at(input, dim, index.reshape(-1)))
-
-
-@rule(*named("chunk"))
-def chunk(
-    func: Callable,
-    input: ShardTensor,
-    chunks: int,
-    dim: int = 0,
-) -> tuple[ShardTensor, ...]:
-    """Split into pieces of one size, of which the last may be shorter."""
-    size = input.spec.shape[dim]
-    longest = -(-size // chunks)
-    sizes = longest if size else [0] * chunks
-    return split(func, input, sizes, dim)

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from distributed.halo import HaloExchange, bounds
+from distributed.shard.axes import Axis, merged, mesh_dims_of, prefix_axes, unsplit_axes
 from distributed.shard.operands import global_shape, joint_axes, local_operand, sum_partial
 from distributed.shard.rules.reductions import dims_of
 from distributed.shard.rules.views import numbers
-from distributed.shard.spec import Axis, merged, mesh_dims_of, prefix_axes, shard_sizes, unsplit_axes
+from distributed.shard.spec import shard_sizes
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
@@ -37,7 +38,10 @@ def cat(
     tensors: Sequence[Tensor],
     dim: int = 0,
 ) -> ShardTensor:
-    """Concatenate in global order. Along a split dimension rows move to the ranks that hold them in the result."""
+    """Concatenate in global order. Along a split dimension rows move to the ranks that hold them in the result.
+
+    Raises RuntimeError where other sizes differ, and no_rule for rows behind the tokens of tiles.
+    """
     # Empty tensors of one dimension have no say: torch skips them too.
     tensors = [x for x in tensors if tuple(global_shape(x)) != (0,)]
     partial = {x.spec.partial if isinstance(x, ShardTensor) else None for x in tensors}
@@ -49,7 +53,7 @@ def cat(
     counts = _rows_of_each(tensors, dim)
 
     # The split of the other dimensions: of a tensor that is split along dim, where there is one.
-    cut = [x for x in parts if x.spec.is_split(dim)]
+    cut = [x for x in parts if x.spec.is_split(dim)]  # tensors that are split along dim
     specs = [x.spec for x in (*cut[:1], *parts)]
     # Each dimension is its own label: all tensors have the same ones.
     labelled = [(spec, range(len(spec.dims))) for spec in specs]
@@ -57,7 +61,7 @@ def cat(
     others = joint_axes(labelled, sizes, set())
     base = specs[0].with_dims(others.values())
 
-    # The axes of dim, of each tensor where it lies in the result, and of the result.
+    # The axes of dim: of each tensor, cut as its rows lie in the result (pieces), and of the result (joined).
     axes = cut[-1].spec.dims[dim] if cut else ()
     if not cut:
         pieces = [unsplit_axes(n) for n in counts]

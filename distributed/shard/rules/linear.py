@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from distributed.shard.axes import mesh_dims_of, unsplit_axes
 from distributed.shard.operands import (
     common_spec,
     global_shape,
@@ -22,7 +23,7 @@ from distributed.shard.operands import (
     sum_partial,
 )
 from distributed.shard.rules.along import split_again, unshard_dims
-from distributed.shard.spec import Spec, mesh_dims_of, part_of, unsplit_axes
+from distributed.shard.spec import Spec, part_of
 from distributed.shard.tensor import (
     NEVER_SPLIT,
     ShardTensor,
@@ -46,8 +47,9 @@ def contracted(
 ) -> ShardTensor:
     """compute(*local operands) as a ShardTensor, for a function that is linear in each of its operands.
 
-    labels: one label for each dimension of each operand; equal labels mean the same dimension, and size 1 broadcasts.
-    result: labels of the result. bias: a plain tensor over its last dimension, passed as one more argument.
+    labels: as in an einsum, one label for each dimension of each operand; equal labels mean the same dimension, and
+    size 1 broadcasts. result: labels of the result; what it lacks is summed. bias: a plain tensor over the last
+    dimension of the result, passed as one more argument. Raises RuntimeError where sizes of a label differ.
     """
     # A product of two sums is not the sum of the products: only one operand may be partial.
     split_operands = [x for x in operands if isinstance(x, ShardTensor)]
@@ -63,15 +65,14 @@ def contracted(
 
     # The split of each label, and of the result: partial over what splits the labels that it does not have.
     sizes = common_sizes(operands, labels)
-    axes = joint_axes(parts, sizes, set(partial))
+    axes = joint_axes(parts, sizes, set(partial))  # {label: axes}
     summed_axes = [a for name, a in axes.items() if name not in result]
     summed = mesh_dims_of(*summed_axes)
     out_partial = tuple(sorted(summed.union(partial)))
     out_dims = tuple([axes[name] for name in result])
     out = Spec(mesh, out_dims, out_partial)
 
-    # Bring the operands to it.
-    # Each operand takes the split of its labels; the result's spec says which copies are used apart.
+    # Each operand takes the split of its labels. The result's spec says which ranks use their copies for other parts.
     arguments = []
     for x, names in zip(operands, labels, strict=True):
         wanted = out.with_dims([axes[name] for name in names])

@@ -1,4 +1,4 @@
-"""Rows, elements and places that other tensors choose: tables, gather and scatter, masks, samples of images."""
+"""Rows and elements that other tensors choose: tables, gather and scatter, masks."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -6,26 +6,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 from distributed.collectives import all_gather
-from distributed.halo import HaloExchange, Interval, bounds
+from distributed.shard.axes import Axes, Axis, merged, mesh_dims_of, unsplit_axes
 from distributed.shard.operands import (
-    as_replicated,
     check_writable,
     global_shape,
     local_operand,
     redistribute,
     scale_grad_by_replicas,
-    sum_grad_over_replicas,
     sum_partial,
-    to_spec,
 )
-from distributed.shard.rules.along import moved, unshard_dims
-from distributed.shard.rules.windows import Splits, no_outputs, splits_of
-from distributed.shard.spec import Axes, Axis, Spec, merged, mesh_dims_of, shard_sizes, unsplit_axes
+from distributed.shard.rules.along import move_split, unshard_dims
+from distributed.shard.spec import Spec, shard_sizes
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
@@ -39,7 +34,11 @@ def gather(
     sparse_grad: bool = False,
     **kwargs: Any,
 ) -> ShardTensor:
-    """Gather along a dimension. The indices have the tensor's size in all others, and are brought to its split."""
+    """Elements of input (..., N, ...) by indices (..., M, ...) along dim -> (..., M, ...).
+
+    The dimension becomes whole. The indices, of the tensor's size in all others, are brought to its split. Raises
+    no_rule for a plain tensor.
+    """
     if func.__name__ == "take_along_dim" and isinstance(dim, Tensor):
         # take_along_dim(input, indices, dim) has its arguments in another order.
         indices = dim
@@ -49,10 +48,10 @@ def gather(
         raise no_rule(func, (input, index), {}, "of a plain tensor, or without a dimension")
     dim = dim % len(input.spec.dims)
     x = unshard_dims(input, (dim,))
-    places = split_as(func, x.spec, dim, index)
-    found = local(x).gather(dim, places)  # (..., indices, ...)
+    own_index = split_as(func, x.spec, dim, index)
+    elements = local(x).gather(dim, own_index)  # (..., M, ...)
     count = global_shape(index)[dim]
-    return wrap(found, x.spec.with_axes(dim, unsplit_axes(count)))
+    return wrap(elements, x.spec.with_axes(dim, unsplit_axes(count)))
 
 
 def split_as(
@@ -61,7 +60,10 @@ def split_as(
     dim: int,
     y: Tensor,
 ) -> Tensor:
-    """The local part of an operand with a size of its own along dim, split as a tensor with this spec."""
+    """The local part of an operand y, split as a tensor with this spec in all dimensions but dim.
+
+    Along dim y has a size of its own. Raises no_rule if another dimension has not the tensor's size.
+    """
     shape = global_shape(y)
     own_axes = unsplit_axes(shape[dim])
     out = spec.with_axes(dim, own_axes)
@@ -85,7 +87,12 @@ def scatter(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Write or add along a dimension, at indices: of elements (scatter), or plain ones of rows (index_add)."""
+    """Write or add to input (..., N, ...) along dim, and return it, or a changed copy of it.
+
+    scatter takes an index for each element, (..., M, ...). index_add and the like take one for each row, (M,). The
+    dimension becomes whole, and where an operand is a plain tensor, it is split as the ShardTensor among them. Raises
+    no_rule for a change in place of a plain tensor or along a split dimension.
+    """
     for name in ("src", "value", "source"):
         if name in kwargs:
             source = kwargs.pop(name)
@@ -105,9 +112,10 @@ def scatter(
         raise no_rule(func, (input, index), {}, "in place on a plain tensor or along a split dimension")
 
     def part(y: Any) -> Any:
-        """The operand as this rank needs it."""
-        is_of_elements = isinstance(y, Tensor) and not y.dim() < 2 <= len(spec.dims)
-        if is_of_elements:
+        """The operand as this rank needs it: an index, a source, or a number."""
+        # In a tensor of several dimensions, an operand of one lists rows, and an operand of none is a number.
+        lists_rows = isinstance(y, Tensor) and y.dim() < 2 and len(spec.dims) >= 2
+        if isinstance(y, Tensor) and not lists_rows:
             return split_as(func, spec, dim, y)
         # Every rank needs all indices of rows; a number is the same on all of them.
         if isinstance(y, ShardTensor):
@@ -142,7 +150,10 @@ def bucketize(
 
 
 def mask_of(x: Any, index: Any) -> Tensor | None:
-    """The mask, if an index is one of at least two dimensions or a ShardTensor."""
+    """The mask, if x[index] of a ShardTensor x selects elements by one: of two dimensions or more, or a ShardTensor.
+
+    None for any other index, and for a plain x.
+    """
     if isinstance(index, tuple) and len(index) == 1:
         (index,) = index
     is_mask = isinstance(index, Tensor) and index.dtype == torch.bool
@@ -155,7 +166,10 @@ def mask_of(x: Any, index: Any) -> Tensor | None:
 
 @rule(*named("masked_select"))
 def masked(func: Callable, input: ShardTensor, mask: Tensor) -> ShardTensor:
-    """The elements that a mask of the first dimensions selects: (selected, ...), one gather of their numbers."""
+    """The elements that a mask of the first dimensions selects, (selected, ...), in the order of the whole tensor.
+
+    One gather tells all ranks how many each has selected. Raises no_rule for a mask that broadcasts.
+    """
     count = mask.dim()
     mask_shape = tuple(global_shape(mask))
     fits = isinstance(input, ShardTensor) and mask_shape == tuple(input.spec.shape[:count])
@@ -184,27 +198,28 @@ def masked(func: Callable, input: ShardTensor, mask: Tensor) -> ShardTensor:
 
 
 def in_order(x: ShardTensor, count: int) -> ShardTensor:
-    """The tensor whose parts follow each other when the first `count` dimensions are flattened.
+    """Redistribute x, so that the ranks' parts follow each other when its first `count` dimensions are flattened.
 
-    One mesh dimension splits the first of these that is longer than 1, into bands; others split none of them.
+    For that, one mesh dimension splits the first of these that is longer than 1, into bands; others split none of them.
     """
     spec = x.spec
     axes = merged(chain.from_iterable(spec.dims[:count]))
+    # Pieces of a single axis follow each other already.
     if len(axes) < 2:
         return x
     longer = [d for d in range(count) if spec.shape[d] > 1]
     lead = longer[0]
-    splits = []
+    splitting = []  # mesh dimensions that split the first `count` dimensions
     for m, placement in enumerate(spec.placements):
         if isinstance(placement, Shard) and placement.dim < count:
-            splits.append(m)
+            splitting.append(m)
 
-    # Keep the mesh dimension that splits the leading dimension already, if one does.
-    leading = [m for m in splits if spec.placements[m] == Shard(lead)]
-    kept = leading[0] if leading else splits[0]
-    for m in splits:
+    # Keep the mesh dimension that splits the leading dimension already, if one does, and move the others away.
+    leading = [m for m in splitting if spec.placements[m] == Shard(lead)]
+    kept = leading[0] if leading else splitting[0]
+    for m in splitting:
         if m != kept:
-            x = moved(x, m, range(count))
+            x = move_split(x, m, range(count))
     sizes = None
     if len(x.spec.dims[lead]) > 1:  # a product of axes becomes one axis, in even pieces
         group = x.spec.mesh.groups[kept]
@@ -215,7 +230,10 @@ def in_order(x: ShardTensor, count: int) -> ShardTensor:
 
 
 def rows_of_plain(func: Callable, x: Tensor, index: Any) -> ShardTensor:
-    """Look up rows of a plain table by a ShardTensor of indices."""
+    """Look up rows of a plain table x (N, ...) by a ShardTensor of indices (I, ...) -> (I, ..., ...).
+
+    Raises no_rule for a mask, and for more than one index.
+    """
     index = index if isinstance(index, tuple) else (index,)
     if len(index) != 1 or index[0].dtype == torch.bool:
         raise no_rule(func, (x, *index), {}, "of a plain tensor, by more than one ShardTensor of indices")
@@ -258,215 +276,3 @@ def one_hot(func: Callable, tensor: ShardTensor, num_classes: int = -1) -> Shard
     classes = unsplit_axes(num_classes)
     spec = tensor.spec.with_dims((*tensor.spec.dims, classes))
     return wrap(F.one_hot(local(tensor), num_classes), spec)
-
-
-@rule(F.grid_sample)
-def grid_sample(
-    func: Callable,
-    input: Tensor,
-    grid: Tensor,
-    mode: str = "bilinear",
-    padding_mode: str = "zeros",
-    align_corners: bool | None = None,
-) -> ShardTensor:
-    """Samples of images (B, C, ...) at places (B, ..., 2 or 3), which are split as the places are.
-
-    A split dimension of the image is exchanged as a halo where the places of all ranks reach so little beyond the rows
-    of their ranks that this sends at most half of what a gather would; otherwise it is gathered. The values of `grid`
-    decide the size of that message. The ranks therefore tell each other the first and last row that they need, two
-    numbers a dimension in one all-gather, and the host has to read them. It reads nothing, and the image is gathered,
-    while compiling or planning, for bicubic samples and 16-bit places, and where the dimension and the places are not
-    split over the same ranks.
-    """
-    like = next(y for y in (input, grid) if isinstance(y, ShardTensor)).spec
-    x = sum_partial(as_replicated(input, like))
-    places = _whole_places(grid, x.spec)
-    out = _sampled_spec(x.spec, places.spec)
-    samples, channels, *_ = out.dims
-    grid_part = sum_grad_over_replicas(places, out)  # (b, ..., 2 or 3)
-
-    # Which rows of the image each rank needs, for the dimensions where a halo is less than a gather.
-    shape = x.spec.shape[2:]
-    needed: dict[int, list[Interval]] = {}
-    rows_of_places: list[Tensor] = []  # this rank's places along each dimension of the image, each (b, ...)
-    mesh_dims_of_rows = mesh_dims_of(*places.spec.dims) - mesh_dims_of(samples)
-    near = halo_dims(x.spec, mesh_dims_of_rows)
-    values_are_known = not torch.compiler.is_compiling() and not isinstance(grid_part, FakeTensor)
-    is_precise = mode != "bicubic" and min(shape) > 1 and grid_part.element_size() > 2
-    if near and is_precise and values_are_known:
-        for i, n in enumerate(shape):
-            of_dim = rows_at(grid_part[..., -1 - i], n, padding_mode, align_corners)
-            if mode == "nearest":
-                of_dim = of_dim.round()
-            rows_of_places.append(of_dim)
-        splits = splits_of(x, near)
-        places_near = {d: rows_of_places[d - 2].detach() for d in near}
-        needed = rows_needed(x.spec, splits, places_near)
-
-    # Gather the other dimensions, and fetch the halos.
-    part = _gather_images(x, samples, channels, needed, out)
-    for d, (sizes, group) in splits_of(x, needed).items():
-        part = HaloExchange(part, d, sizes, needed[d], group).rows()
-        first_row, _ = needed[d][group.rank]
-        rows_of_places[d - 2] = rows_of_places[d - 2] - first_row
-    if not out.local_shape.numel():
-        return wrap(no_outputs(part, out.local_shape, grid_part), out)
-    if needed:  # places in the part of the image that this rank has, which rows_at has padded
-        grid_part = _grid_of_rows(rows_of_places, part.shape[2:])
-        padding_mode = "zeros"
-        align_corners = True
-    sampled = func(part, grid_part, mode, padding_mode, align_corners)
-    return wrap(sampled, out)
-
-
-def _whole_places(grid, image):
-    """The places (B, ..., 2 or 3) as a ShardTensor, with whole coordinates and, if it can be, the images' samples."""
-    places = as_replicated(grid, image)
-    coordinates = len(places.spec.dims) - 1
-    places = unshard_dims(places, (coordinates,))
-    image_samples = image.dims[0]
-    is_taken = mesh_dims_of(image_samples) & mesh_dims_of(*places.spec.dims)
-    if is_taken:
-        return places
-    return to_spec(places, places.spec.with_axes(0, image_samples))
-
-
-def _sampled_spec(image, places):
-    """The spec of samples (B, C, ...): split as the places are; channels, as those of the image unless places are."""
-    samples, *rows, _ = places.dims
-    channels = image.dims[1]
-    if mesh_dims_of(channels) & mesh_dims_of(samples, *rows):
-        channels = unsplit_axes(image.shape[1])
-    return image.with_dims([samples, channels, *rows])
-
-
-def _gather_images(x, samples, channels, needed, out):
-    """This rank's part of the images, (b, c, ...), gathered along the dimensions that need no halo."""
-    dims = [samples, channels]
-    for d, n in enumerate(x.spec.shape[2:], 2):
-        axes = x.spec.dims[d] if d in needed else unsplit_axes(n)
-        dims.append(axes)
-    images = to_spec(x, x.spec.with_dims(dims))
-    return sum_grad_over_replicas(images, out)
-
-
-def _grid_of_rows(rows_of_places, shape):
-    """The places along each dimension of an image of this shape as the last dimension of a grid, (b, ..., 2 or 3)."""
-    coordinates = []
-    for rows, length in zip(rows_of_places, shape, strict=True):
-        coordinates.append(as_grid(rows, length))
-    # F.grid_sample takes the coordinate of the last dimension first.
-    return torch.stack(coordinates[::-1], -1)
-
-
-def halo_dims(spec: Spec, mesh_dims: set[int]) -> list[int]:
-    """The dimensions of images (B, C, ...) in one piece on each rank that only these mesh dimensions split."""
-    dims = []
-    for d in spec.split_dims:
-        axes = spec.dims[d]
-        is_in_one_piece = len(axes) == 1
-        is_split_as_places = mesh_dims_of(axes) <= mesh_dims
-        if d > 1 and is_in_one_piece and is_split_as_places:
-            dims.append(d)
-    return dims
-
-
-def rows_at(
-    grid: Tensor,
-    rows: int,
-    padding_mode: str,
-    align_corners: bool | None,
-) -> Tensor:
-    """Places -1 to 1 as places among so many rows, where they read after padding; as the plain operation does it."""
-    # The ends of the grid are the middles of the outer rows with align_corners, and otherwise their outer edges.
-    if align_corners:
-        last_row = rows - 1
-        at = (grid + 1) * last_row / 2
-    else:
-        at = ((grid + 1) * rows - 1) / 2
-    if padding_mode == "zeros":
-        return at.clamp(-2, rows + 1)  # outside of it there is nothing but zeros
-    if padding_mode == "reflection":
-        low, span = (0, rows - 1) if align_corners else (-0.5, rows)
-        apart = (at - low).abs()
-        rest = apart.fmod(span)
-        reflections = (apart / span).floor()
-        is_forward = reflections % 2 == 0
-        at = torch.where(is_forward, rest, span - rest) + low
-    inside = (at > 0) & (at < rows - 1)
-    on_border = at.detach().clamp(0, rows - 1)  # a place at the border has no gradient
-    return torch.where(inside, at, on_border)
-
-
-def as_grid(at: Tensor, rows: int) -> Tensor:
-    """Places among so many rows as places -1 to 1, of which F.grid_sample with align_corners makes the same again.
-
-    The same to rounding, and between the same two rows: the gradient of a place is the difference of these.
-    """
-    half = (rows - 1) / 2
-    grid = at / half - 1
-    # Rounding may put a place on the other side of a row. It is moved by the smallest step until it is right.
-    eps = torch.finfo(at.dtype).eps
-    with torch.no_grad():
-        exact = grid.clone()
-        for _ in range(3):
-            row_again = ((exact + 1) * half).floor()
-            exact += (at.floor() - row_again) * eps
-    correction = exact - grid.detach()
-    return grid + correction
-
-
-def rows_needed(
-    spec: Spec,
-    splits: Splits,
-    places: dict[int, Tensor],
-) -> dict[int, list[Interval]]:
-    """The rows of an image with this spec that each rank of a dimension needs, for the dimensions where a halo is less.
-
-    places: {dimension: this rank's places among its rows}. All ranks call this together; the result is the same on all.
-    """
-    # The first and last row that this rank needs along each dimension.
-    ends = []  # low and high of one dimension after the other
-    for d, at in places.items():
-        n = spec.shape[d]
-        if at.numel():
-            rows = at.floor().nan_to_num()
-            low, high = torch.aminmax(rows)
-        else:  # no rows at all
-            low = at.new_full((), n)
-            high = at.new_zeros(()) - 2
-        end = high + 2  # a sample also reads the row behind its place
-        ends += [low.clamp(0, n), end.clamp(0, n)]
-    group = spec.mesh.joint
-    own_ends = torch.stack(ends)[None].long()  # (1, 2 * dimensions)
-    one_of_each = (1,) * group.size
-    gathered_ends = all_gather(own_ends, 0, one_of_each, group)  # (ranks, 2 * dimensions)
-    ends_of_ranks = gathered_ends.tolist()
-
-    # Each dimension is decided by itself: a halo, or a gather.
-    halos = {}
-    for i, (d, (sizes, _)) in enumerate(splits.items()):
-        n = spec.shape[d]
-        (mesh_dim,) = mesh_dims_of(spec.dims[d])
-        intervals = []
-        for coordinate in range(len(sizes)):
-            # Ranks of one row of tiles exchange what any of them needs, at least two rows.
-            first = n - 2
-            last = 0
-            for rank, of_rank in enumerate(ends_of_ranks):
-                if spec.coordinate(mesh_dim, rank) == coordinate:
-                    rank_first, rank_last = of_rank[2 * i : 2 * i + 2]
-                    first = min(first, rank_first)
-                    last = max(last, rank_last)
-            last = max(last, first + 2)
-            intervals.append((first, last))
-
-        # Rows that all ranks together would receive: as halos, and by a gather.
-        fetched = 0
-        for (first, last), (own_first, own_last) in zip(intervals, bounds(sizes), strict=True):
-            common = min(last, own_last) - max(first, own_first)
-            fetched += last - first - max(0, common)
-        gathered = (len(sizes) - 1) * n
-        if 2 * fetched <= gathered:
-            halos[d] = intervals
-    return halos

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import _reduction
 from torch.nn import functional as F
 
+from distributed.shard.axes import unsplit_axes
 from distributed.shard.operands import global_shape, local_operand, scale_grad_by_replicas, sum_partial
 from distributed.shard.rules.elementwise import broadcast
-from distributed.shard.rules.reductions import autocast_dtype, kept, reduced_spec
-from distributed.shard.spec import unsplit_axes
+from distributed.shard.rules.reductions import autocast_dtype, drop_dims, reduced_spec
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
@@ -143,7 +143,7 @@ def class_loss(
         raise no_rule(func, (input, target), {}, "the classes are split")
 
     # There is one loss for each sample or pixel: (B, ...).
-    each = kept(spec, (classes,))
+    each = drop_dims(spec, (classes,))
     has_indices = target.dim() == len(each.dims)  # otherwise one probability for each class
     target_spec = each if has_indices else spec
     target_shape = tuple(global_shape(target))

@@ -28,7 +28,8 @@ from torch.utils._pytree import tree_leaves
 from distributed.halo import Interval
 from distributed.shard.operands import sum_partial
 from distributed.shard.rules.attention import attend
-from distributed.shard.rules.windows import no_outputs, request, spatial
+from distributed.shard.rules.spatial import no_outputs, request
+from distributed.shard.rules.windows import ntuple
 from distributed.shard.tensor import (
     LIBRARIES,
     RULES,
@@ -250,7 +251,7 @@ def _neighborhoods(settings, lengths):
     values = []
     for name in names:
         given = settings.get(name, defaults.get(name))
-        values.append(spatial(given, len(lengths)))
+        values.append(ntuple(given, len(lengths)))
     axes = [Neighborhood(*axis) for axis in zip(*values, strict=True)]
     for axis, length in zip(axes, lengths, strict=True):
         axis.check(length)

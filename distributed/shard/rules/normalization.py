@@ -1,9 +1,5 @@
-"""Normalization layers: the ranks among which dimensions are split share their statistics.
+"""Normalization layers: where dimensions are split, ranks share their statistics (normal.py)."""
 
-Forward gathers two numbers per statistic, backward all-reduces two.
-"""
-
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,10 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.collectives import at_least_float32, reduce_from_region
-from distributed.shard.operands import local_operand, replicate, scale_grad_by_replicas, sum_partial
-from distributed.shard.rules.reductions import autocast_dtype, centred, dims_of, kept, merged
-from distributed.shard.spec import Shares
+from distributed.shard.operands import replicate, scale_grad_by_replicas, sum_partial
+from distributed.shard.rules.normal import normalized
+from distributed.shard.rules.reductions import autocast_dtype, dims_of
 from distributed.shard.tensor import (
     NEVER_SPLIT,
     MaybeTensor,
@@ -28,142 +23,13 @@ from distributed.shard.tensor import (
 )
 
 
-class Normal(torch.autograd.Function):
-    """((x - mean) / deviation * weight + bias, mean, variance): of dims of x on all ranks that share them.
-
-    A pass over a tensor costs what the layer costs, so forward and backward make few: all but x itself, its gradient
-    and one buffer each has the size of the statistics or of the weight.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        dims: tuple[int, ...],
-        shared_by: Shares,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Local parts that broadcast against x -> the shape of x. shared_by: the ranks and their parts of dims.
-
-        The backward pass needs x, which is often kept anyway, and nothing else of its size. Mean and variance have no
-        gradient.
-        """
-        apart, own_mean, deviations = centred(x, dims)
-        mean, deviations, count = merged(own_mean, deviations, dims, x.shape, shared_by)
-        var = deviations / count
-        scale = (var + eps).rsqrt()
-        ctx.save_for_backward(x, weight, bias, mean, scale)
-        ctx.dims = dims
-        ctx.shared_by = shared_by
-        ctx.mark_non_differentiable(mean, var)
-        # x - mean of all = (x - mean of this rank) + (mean of this rank - mean of all): `apart` is reused in place.
-        factor = scale if weight is None else scale * weight
-        shift = (own_mean - mean) * factor
-        if bias is not None:
-            shift = shift + bias
-        y = apart.mul_(factor).add_(shift)
-        return y.to(autocast_dtype(x)), mean, var
-
-    @staticmethod
-    def backward(
-        ctx: Any,
-        grad: Tensor,
-        *_: Tensor,
-    ) -> tuple[Tensor | None, ...]:
-        """Gradients of x, weight and bias; one all-reduce of two numbers for each mean."""
-        x, weight, bias, mean, scale = ctx.saved_tensors
-        apart = x - mean  # computed again, because to keep it would take memory
-        grad = at_least_float32(grad)
-
-        # First over the dimensions along which the weight is the same: the sums over others are small.
-        uniform = uniform_dims(ctx.dims, x.dim(), weight, bias)
-        of_product = sum_over(grad * apart, uniform) * scale
-        of_grad = sum_over(grad, uniform)
-        _, for_weight, for_bias, *_ = ctx.needs_input_grad
-        of_weight = None
-        if for_weight:
-            of_weight = of_product.sum_to_size(weight.shape).to(weight.dtype)
-        of_bias = None
-        if for_bias:
-            of_bias = of_grad.sum_to_size(bias.shape).to(bias.dtype)
-
-        # The means of both over dims, on all ranks that share them.
-        if weight is not None:
-            of_product = of_product * weight
-            of_grad = of_grad * weight
-        product_sum = of_product.sum(ctx.dims, keepdim=True)
-        grad_sum = of_grad.sum(ctx.dims, keepdim=True)
-        sums = torch.stack([product_sum, grad_sum])  # (2, ...)
-        count = math.prod([x.shape[d] for d in ctx.dims])
-        if ctx.shared_by is not None:
-            counts, group = ctx.shared_by
-            sums = reduce_from_region(sums, group)
-            count = sum(counts)
-        along, average = (sums / count).unbind()
-
-        # (grad * weight - (x - mean) * scale * along - average) * scale, in the memory of x - mean.
-        factor = scale if weight is None else scale * weight
-        back = apart.mul_(-scale.square() * along)
-        back = back.sub_(average * scale)
-        back = back.addcmul_(grad, factor)
-        return back.to(x.dtype), of_weight, of_bias, None, None, None
-
-
-def uniform_dims(
-    dims: Sequence[int],
-    count: int,
-    *weights: Tensor | None,
-) -> list[int]:
-    """Those dims, of a tensor of `count` dimensions, along which each of some weights that broadcast has one number."""
-    # Dimensions are counted from the end, since the weight may have fewer.
-    uniform = []
-    for dim in dims:
-        from_end = dim - count
-        varying = []
-        for weight in weights:
-            if weight is None or weight.dim() < -from_end:
-                continue
-            if weight.shape[from_end] != 1:
-                varying.append(weight)
-        if not varying:
-            uniform.append(dim)
-    return uniform
-
-
-def sum_over(x: Tensor, dims: list[int]) -> Tensor:
-    """The sum over dims, which stay with size 1; x itself without dims."""
-    return x.sum(dims, keepdim=True) if dims else x
-
-
-def normalized(
-    x: ShardTensor,
-    dims: Sequence[int],
-    eps: float,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> tuple[ShardTensor, ShardTensor, ShardTensor]:
-    """((x - mean) / deviation * weight + bias, mean, variance) over dims; the last two have no gradient."""
-    x = sum_partial(x)
-    dims = tuple(dims)
-    # The weight is cut as the tensor is, where it has the same dimension.
-    own_weight = None if weight is None else local_operand(weight, x.spec)
-    own_bias = None if bias is None else local_operand(bias, x.spec)
-    shared_by = x.spec.shares(*dims)
-    y, mean, var = Normal.apply(local(x), own_weight, own_bias, eps, dims, shared_by)
-    # The statistics have size 1 along dims, on every rank.
-    left = kept(x.spec, dims, True)
-    return wrap(y, x.spec), wrap(mean, left), wrap(var, left)
-
-
 def scaled(
     y: ShardTensor,
     weight: Tensor | None,
     bias: Tensor | None,
     like: Tensor,
 ) -> ShardTensor:
-    """Weight and bias of a layer applied to y, in the dtype that it gives for an input `like`."""
+    """Y * weight + bias, in the dtype that the layer gives for an input `like`."""
     if weight is not None:
         y = dispatch(torch.mul, y, weight)
     if bias is not None:
@@ -189,7 +55,10 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> ShardTensor:
-    """Normalize over the last dimensions, whole or split; weights have their global shape."""
+    """Normalize over the last dimensions, whole or split; weights have their global shape, normalized_shape.
+
+    Raises RuntimeError if the last dimensions have another shape.
+    """
     x = sum_partial(input) if input.spec.partial else input
     spec = x.spec
     first = len(spec.dims) - len(normalized_shape)
@@ -248,7 +117,7 @@ def last_dims(
     x: ShardTensor,
     normalized_shape: Sequence[int],
 ) -> tuple[int, ...]:
-    """The last dimensions, which have this shape."""
+    """The last dimensions of x, as many as the shape has. Raises RuntimeError if they have another shape."""
     dims = dims_of(x.spec, range(-len(normalized_shape), 0))
     shape = [x.spec.shape[d] for d in dims]
     if shape != list(normalized_shape):
@@ -266,7 +135,7 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> ShardTensor:
-    """Normalize groups of channels of (B, C, ...)."""
+    """Normalize each group of channels of each sample, (B, C, ...) -> the same; weights are (C,)."""
     # Each group is normalized over its channels and all points.
     x = dispatch(Tensor.unflatten, input, 1, (num_groups, -1))  # (B, groups, C / groups, ...)
     dims = range(2, len(x.spec.dims))
@@ -290,7 +159,10 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> ShardTensor:
-    """Normalize (B, C, ...) with statistics of all ranks; every rank updates the running ones in the same way."""
+    """Normalize (B, C, ...) with statistics of all ranks; every rank updates the running ones in the same way.
+
+    Weights and running statistics are plain tensors (C,). Raises ValueError for one value per channel in training.
+    """
     shape = input.spec.shape
     if not training:
         # With known statistics the layer is one product and one sum for each element.
@@ -342,7 +214,7 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> ShardTensor:
-    """Normalize each channel of each sample of (B, C, ...)."""
+    """Normalize each channel of each sample of (B, C, ...); weights and running statistics are plain tensors (C,)."""
     if not use_input_stats:
         training = False
         return dispatch(F.batch_norm, input, running_mean, running_var, weight, bias, training, momentum, eps)

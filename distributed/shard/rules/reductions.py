@@ -1,4 +1,4 @@
-"""Reductions: sums, means, norms, variances, extrema and others.
+"""Reductions: sums, means, norms and others. Variances are in moments.py, extrema in extrema.py.
 
 A sum over a split dimension is a partial tensor. Its parts are added up when a nonlinear operation follows, so several
 means in a row cost one all-reduce. All other reductions gather one number from each rank that has elements, and every
@@ -7,7 +7,6 @@ rank combines these numbers in the same way.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,20 +15,18 @@ from distributed.collectives import (
     Group,
     Sizes,
     all_gather,
-    at_least_float32,
     gather_from_region,
-    reduce_from_region,
-    tensor_on,
 )
+from distributed.shard.axes import Axes, mesh_dims_of
 from distributed.shard.operands import sum_partial
-from distributed.shard.spec import Axes, Shares, Spec, mesh_dims_of, part_of
+from distributed.shard.spec import Spec
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 Dims = int | Sequence[int] | None  # None: all
 
 
 def dims_of(spec: Spec, dim: Dims) -> tuple[int, ...]:
-    """The dimensions as non-negative numbers; all of them if none is given."""
+    """The dimensions as non-negative numbers; all of them for None or (). Raises IndexError for one out of range."""
     count = len(spec.dims)
     if dim is None:
         return tuple(range(count))
@@ -43,19 +40,19 @@ def dims_of(spec: Spec, dim: Dims) -> tuple[int, ...]:
     return tuple([d % count for d in dims]) if count else ()
 
 
-def kept(
+def drop_dims(
     spec: Spec,
     dims: Sequence[int],
     keepdim: bool = False,
 ) -> Spec:
-    """The spec without dims, or with dims of size 1."""
-    left: list[Axes] = []
+    """The spec without dims, which are not negative; with keepdim they stay, with size 1."""
+    remaining: list[Axes] = []
     for d, axes in enumerate(spec.dims):
         if d not in dims:
-            left.append(axes)
+            remaining.append(axes)
         elif keepdim:
-            left.append(())
-    return spec.with_dims(left)
+            remaining.append(())  # no axes: a dimension of size 1
+    return spec.with_dims(remaining)
 
 
 def reduced_spec(spec: Spec, dims: Sequence[int], keepdim: bool) -> Spec:
@@ -63,8 +60,8 @@ def reduced_spec(spec: Spec, dims: Sequence[int], keepdim: bool) -> Spec:
     summed_axes = [spec.dims[d] for d in dims]
     summed = mesh_dims_of(*summed_axes)
     partial = tuple(sorted(summed.union(spec.partial)))
-    left = kept(spec, dims, keepdim)
-    return spec.with_dims(left.dims, partial)
+    remaining = drop_dims(spec, dims, keepdim)
+    return spec.with_dims(remaining.dims, partial)
 
 
 def gathered(
@@ -76,6 +73,7 @@ def gathered(
 ) -> Tensor:
     """summary(local tensor) of each rank that has elements in dims, in rank order: (ranks, ...).
 
+    summary: keeps dims, with size 1. counts, group: elements of each rank in dims, and the ranks that share them.
     All ranks must use the result in the same way, because its gradient is not summed over the ranks.
     """
     # A rank may have no elements, where a maximum for example is not defined.
@@ -102,7 +100,10 @@ def reduce_by(
     dims: tuple[int, ...],
     keepdim: bool,
 ) -> ShardTensor:
-    """reduce(part, dims, keepdim) of the local part, and of the results of all ranks if dims are split."""
+    """reduce(part, dims, keepdim) of the local part, and again of the results of all ranks if dims are split.
+
+    It suits functions of which the whole is the same function of the parts: any, logsumexp, amax, a norm of norms.
+    """
     x = sum_partial(x)
     part = local(x)
     # None means that every rank has whole rows: then nothing is gathered.
@@ -112,15 +113,15 @@ def reduce_by(
         return reduce(part, dims, True)
 
     if shared_by is None:
-        out = reduce(part, dims, True)
+        out = reduce(part, dims, True)  # dims have size 1
     else:
         counts, group = shared_by
-        of_ranks = gathered(part, summary, counts, group, dims)  # (ranks, ...)
-        out = reduce(of_ranks, (0,), False)
-    return reduced_to(out, x.spec, dims, keepdim)
+        of_ranks = gathered(part, summary, counts, group, dims)  # (ranks, ...), where dims have size 1
+        out = reduce(of_ranks, (0,), False)  # over the ranks
+    return wrap_reduced(out, x.spec, dims, keepdim)
 
 
-def reduced_to(
+def wrap_reduced(
     out: Tensor,
     spec: Spec,
     dims: tuple[int, ...],
@@ -129,7 +130,7 @@ def reduced_to(
     """The result of a reduction of dims, in which they have size 1, as a ShardTensor. spec: of what is reduced."""
     if not keepdim:
         out = out.squeeze(dims)
-    return wrap(out, kept(spec, dims, keepdim))
+    return wrap(out, drop_dims(spec, dims, keepdim))
 
 
 @rule(*named("sum"))
@@ -250,149 +251,6 @@ def norm(
     return vector_norm(func, input, order, dim, keepdim, dtype=dtype)
 
 
-def centred(
-    x: Tensor,
-    dims: tuple[int, ...],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(x - mean, mean, sum of squared deviations from the mean) over dims of a local tensor, in float32 at least.
-
-    dims stay, with size 1. The deviations are taken from the mean that is already known, so that no digits are lost if
-    the mean is large. Two passes of this kind take a tenth of the time of torch.var_mean, which has one.
-    """
-    count = math.prod([x.shape[d] for d in dims])
-    wide = torch.promote_types(x.dtype, torch.float32)  # float16 and bfloat16 have too few digits for sums
-    mean = x.sum(dims, keepdim=True, dtype=wide) / max(count, 1)  # a rank may have no elements
-    apart = x - mean
-    sizes = apart.abs() if apart.is_complex() else apart
-    deviations = sizes.square().sum(dims, keepdim=True)
-    return apart, mean, deviations
-
-
-class _Moments(torch.autograd.Function):
-    """(mean, sum of squared deviations from it) over dims of a local tensor, which is all that backward needs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        dims: tuple[int, ...],
-    ) -> tuple[Tensor, Tensor]:
-        _, mean, deviations = centred(x, dims)
-        ctx.save_for_backward(x, mean)
-        ctx.count = math.prod([x.shape[d] for d in dims])
-        return mean, deviations
-
-    @staticmethod
-    def backward(
-        ctx: Any,
-        of_mean: Tensor,
-        of_deviations: Tensor,
-    ) -> tuple[Tensor, None]:
-        x, mean = ctx.saved_tensors
-        # The deviations do not depend on the mean: their derivative by it, a sum of x - mean, is 0.
-        count = max(ctx.count, 1)
-        grad = (x - mean) * (2 * of_deviations) + of_mean / count
-        return grad.to(x.dtype), None
-
-
-def merged(
-    mean: Tensor,
-    deviations: Tensor,
-    dims: tuple[int, ...],
-    shape: Sequence[int],
-    shared_by: Shares,
-) -> tuple[Tensor, Tensor, int]:
-    """(mean, sum of squared deviations from it, number of elements) over dims of the local tensors of all ranks.
-
-    mean, deviations: of the local tensor, which has this shape; dims have size 1 in them. The method of Chan et al.
-    1979 combines those of each rank. It loses no digits if the mean is large, unlike the mean of squares minus the
-    square of the mean.
-    """
-    if shared_by is None:
-        return mean, deviations, math.prod([shape[d] for d in dims])
-    counts, group = shared_by
-    own = torch.stack([mean, deviations])  # (2, ...)
-    of_ranks = gathered_summaries(own, counts, group)  # (ranks, 2, ...)
-    means, deviations = of_ranks.unbind(1)  # each (ranks, ...)
-    count = sum(counts)
-    present = [n for n in counts if n]  # ranks with elements have sent something
-    weight = tensor_on(mean.device, present, mean.dtype)
-    ones = [1] * mean.dim()
-    weight = weight.view(-1, *ones)  # (ranks, 1, ...)
-
-    # Differences of the ranks' means from that of the first, and then from the mean of all.
-    apart = means - means[:1]
-    shift = (apart * weight).sum(0) / count
-    between = (apart - shift).square() * weight
-    mean_of_all = means[0] + shift
-    deviations_of_all = deviations.sum(0) + between.sum(0)
-    return mean_of_all, deviations_of_all, count
-
-
-def moments(
-    x: Tensor,
-    dims: tuple[int, ...],
-    shared_by: Shares,
-) -> tuple[Tensor, Tensor, int]:
-    """(mean, sum of squared deviations from it, number of elements) over dims of the local tensors of all ranks.
-
-    dims stay, with size 1. One gather of both numbers if dims are split. Differentiable.
-    """
-    mean, deviations = _Moments.apply(x, dims)
-    return merged(mean, deviations, dims, x.shape, shared_by)
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of normalization and softmax of a tensor: its own, or under autocast, except on a CPU, float32."""
-    device = x.device.type
-    needs_float32 = torch.is_autocast_enabled(device) and device != "cpu"
-    return torch.float32 if needs_float32 else x.dtype
-
-
-def root(var: Tensor) -> Tensor:
-    """The square root of a variance; its gradient is 0 if the variance is 0, as in torch."""
-    # The inner `where` keeps an infinite derivative out of the backward pass.
-    is_zero = var == 0
-    safe = torch.where(is_zero, 1.0, var)  # the derivative of sqrt at 0 is infinite
-    return torch.where(is_zero, 0.0, safe.sqrt())
-
-
-@rule(*named("var", "std", "var_mean", "std_mean"))
-def var(
-    func: Callable,
-    input: ShardTensor,
-    dim: Dims = None,
-    unbiased: bool | None = None,
-    keepdim: bool = False,
-    *,
-    correction: float | None = 1,
-) -> ShardTensor | tuple[ShardTensor, ShardTensor]:
-    """Variance or standard deviation, alone or with the mean: one gather of two numbers from each rank."""
-    if isinstance(dim, bool):  # var(x, unbiased)
-        unbiased = dim
-        dim = None
-    if unbiased is not None:
-        correction = int(unbiased)
-    elif correction is None:
-        correction = 1
-    input = sum_partial(input)
-    spec = input.spec
-    part = local(input)
-    if part.is_complex():
-        raise no_rule(func, (input,), {}, "of complex numbers")
-    dims = dims_of(spec, dim)
-    average, deviations, count = moments(at_least_float32(part), dims, spec.shares(*dims))
-    freedom = count - correction  # degrees of freedom
-    out = deviations / freedom if freedom > 0 else deviations * math.nan
-    if func.__name__ in ("std", "std_mean"):
-        out = root(out)
-    # Statistics are computed at least in float32, and given in the dtype of the tensor.
-    result = reduced_to(out.to(part.dtype), spec, dims, keepdim)
-    average_result = reduced_to(average.to(part.dtype), spec, dims, keepdim)
-    with_mean = func.__name__ in ("var_mean", "std_mean")
-    return (result, average_result) if with_mean else result
-
-
 @rule(*named("cumsum"))
 def cumsum(
     func: Callable,
@@ -418,127 +276,8 @@ def cumsum(
     return wrap(out, spec)
 
 
-@rule(*named("amax", "amin"))
-def extremum(
-    func: Callable,
-    input: ShardTensor,
-    dim: Dims = (),
-    keepdim: bool = False,
-) -> ShardTensor:
-    """Maximum or minimum. Each extremal element receives an equal share of the gradient, on every rank."""
-    x = sum_partial(input)
-    spec = x.spec
-    part = local(x)
-    dims = dims_of(spec, dim)
-    shared_by = spec.shares(*dims)
-    needs_grad = part.requires_grad and torch.is_grad_enabled()
-    if shared_by is None or not needs_grad:
-        return reduce_by(func, x, dims, keepdim)
-    # Elements on several ranks may have the value: they share the gradient, so their number must be known.
-    _, group = shared_by
-    with torch.no_grad():
-        value = local(reduce_by(func, x, dims, True))
-        mask = part == value
-        own_count = mask.sum(dims, keepdim=True)
-        count = reduce_from_region(own_count, group)
-    out = _Shared.apply(part, value, mask, count)
-    return reduced_to(out, spec, dims, keepdim)
-
-
-class _Shared(torch.autograd.Function):
-    """The extremum, given as `value`, of x; `count` elements on all ranks, those of a mask, share the gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        value: Tensor,
-        mask: Tensor,
-        count: Tensor,
-    ) -> Tensor:
-        ctx.save_for_backward(mask, count)
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        mask, count = ctx.saved_tensors  # this rank's extremal elements, and the number on all ranks
-        return mask * (grad / count), None, None, None
-
-
-@rule(*named("max", "min"))
-def max_or_min(
-    func: Callable,
-    input: Any,
-    dim: int | Tensor | None = None,
-    keepdim: bool = False,
-    *,
-    other: Tensor | None = None,
-) -> Any:
-    """Maximum or minimum of all elements, of two tensors, or along a dimension with the index of the first extremum."""
-    largest = func.__name__ == "max"
-    if isinstance(dim, Tensor):  # max(input, other)
-        other = dim
-        dim = None
-    if other is not None:
-        of_two = torch.maximum if largest else torch.minimum
-        return dispatch(of_two, input, other)
-    if dim is None:
-        of_all = torch.amax if largest else torch.amin
-        return dispatch(of_all, input)
-    return along(input, dim, keepdim, largest)
-
-
-@rule(*named("argmax", "argmin"))
-def arg(
-    func: Callable,
-    input: ShardTensor,
-    dim: int | None = None,
-    keepdim: bool = False,
-) -> ShardTensor:
-    """The global index of the first extremum along dim; without dim, its index in the flattened tensor."""
-    # An index has no gradient.
-    largest = func.__name__ == "argmax"
-    x = dispatch(torch.detach, input)
-    if dim is not None:
-        return along(x, dim, keepdim, largest).indices
-    flat = dispatch(torch.flatten, x)
-    index = along(flat, 0, False, largest).indices
-    if keepdim:
-        ones = [1] * len(input.spec.dims)
-        index = dispatch(torch.reshape, index, ones)
-    return index
-
-
-def along(
-    x: ShardTensor,
-    dim: int,
-    keepdim: bool,
-    largest: bool,
-) -> Any:
-    """The extremum along one dimension and its index; one gather of both if the dimension is split."""
-    x = sum_partial(x)
-    spec = x.spec
-    part = local(x)
-    dims = dims_of(spec, dim)
-    (dim,) = dims
-    if not spec.is_split(dim):
-        plain = torch.max if largest else torch.min
-        values, indices = plain(part, dim, True)
-    else:
-        of_ranks = torch.amax if largest else torch.amin
-        with torch.no_grad():
-            value = local(reduce_by(of_ranks, x, dims, True))
-            # The global index of each extremal element, and a larger number for all others; the first one counts.
-            size = spec.shape[dim]
-            shape = [1] * part.dim()
-            shape[dim] = -1
-            rows = torch.arange(size, device=part.device).view(shape)  # (1, ..., rows, ..., 1)
-            places = part_of(rows, spec)
-            is_extremal = (part == value) | part.isnan()
-            found = torch.where(is_extremal, places, size)
-            indices = local(reduce_by(torch.amin, wrap(found, spec), dims, True))
-        # One element alone has the gradient, as in torch.
-        one = torch.ones_like(indices)
-        values = _Shared.apply(part, value, places == indices, one)
-    kind: Any = torch.return_types.max if largest else torch.return_types.min
-    return kind([reduced_to(y, spec, dims, keepdim) for y in (values, indices)])
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of normalization and softmax of a tensor: its own, or under autocast, except on a CPU, float32."""
+    device = x.device.type
+    needs_float32 = torch.is_autocast_enabled(device) and device != "cpu"
+    return torch.float32 if needs_float32 else x.dtype

@@ -9,17 +9,18 @@ Nothing is communicated, except where a new shape would break up the ranks' piec
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distributed.collectives import Sizes
+from distributed.shard.axes import mesh_dims_of, unsplit_axes
 from distributed.shard.operands import global_shape, gradient_spec, local_operand
 from distributed.shard.redistribute import recut
 from distributed.shard.rules.reductions import dims_of
-from distributed.shard.spec import Axes, Axis, Spec, merged, mesh_dims_of, unsplit_axes
+from distributed.shard.rules.regroup import Cut, regrouped, regrouped_with_prefix
+from distributed.shard.spec import Spec
 from distributed.shard.tensor import (
     ShardTensor,
     dispatch,
@@ -31,120 +32,16 @@ from distributed.shard.tensor import (
     wrap_result,
 )
 
-Cut = dict[int, Sizes]  # {mesh dimension: sizes of its ranks}
-
-
-def regrouped(
-    axes: Iterable[Axis],
-    shape: Sequence[int],
-    cut: Cut,
-) -> tuple[Axes, ...] | None:
-    """The axes of each dimension of a new `shape` with the same elements in the same order.
-
-    If the new shape breaks up pieces of a split axis, `cut` receives the sizes that its pieces must have. Returns None
-    if no sizes would do.
-    """
-    # Axes are taken from the outermost on, until their product is the size of the new dimension.
-    left = list(axes)[::-1]  # the outermost axis is the last of the list
-    dims = []
-    for size in shape:
-        taken = []
-        missing = size  # elements that the axes of this dimension still lack
-        while missing != 1:
-            if not left:
-                return None
-            axis = left.pop()
-            if missing == 0:  # take all axes up to one without elements
-                taken.append(axis)
-                missing = 1 if axis.size == 0 else 0
-            elif axis.size and missing % axis.size == 0:
-                taken.append(axis)
-                missing //= axis.size
-            elif axis.size and axis.size % missing == 0:
-                # Break up the axis: its inner part belongs to the next dimension.
-                inner = axis.size // missing
-                outer_sizes = None
-                if axis.sizes is not None:
-                    # A piece must end where a row of the outer axis does.
-                    sizes = _multiples(axis.sizes, inner)
-                    if sizes != axis.sizes:
-                        cut[axis.mesh_dim] = sizes
-                    outer_sizes = tuple([n // inner for n in sizes])
-                taken.append(Axis(missing, axis.mesh_dim, outer_sizes))
-                left.append(Axis(inner))
-                missing = 1
-            else:
-                return None
-        dims.append(taken)
-    if mesh_dims_of(left):  # a split axis of size 1 at the end
-        if not dims:
-            return None
-        dims[-1] += left[::-1]
-    return tuple([merged(taken) for taken in dims])
-
-
-def _multiples(sizes, n):
-    """The sizes nearest to `sizes` that are multiples of n."""
-    ends = [0]
-    for end in accumulate(sizes):
-        multiple = (end + n // 2) // n
-        ends.append(multiple * n)
-    return tuple([b - a for a, b in pairwise(ends)])
-
-
-def _regrouped_behind(dims, shape, at, cut):
-    """Regroup the dimensions in front of dimension `at`, which has elements ahead, and all others behind it."""
-    in_front = _flat_axes(dims[:at])
-    axes = _flat_axes(dims[at:])
-    behind = _flat_axes(dims[at + 1 :])
-
-    # The new dimension that begins where dimension `at` does: it receives the elements ahead.
-    front_size = _size_of(in_front)
-    candidates = []
-    for i, n in enumerate(shape):
-        begins_there = math.prod(shape[:i]) == front_size
-        if begins_there and n != 1:
-            candidates.append(i)
-    if not candidates or mesh_dims_of(behind):
-        return None
-    place = candidates[0]
-
-    # The dimensions are regrouped without the elements ahead, then these are put in front of the new dimension.
-    inner_shape = shape[place + 1 :]
-    inner = math.prod(inner_shape)
-    prefix = axes[0].prefix * _size_of(behind)
-    outer = _size_of(axes) // max(inner, 1)
-    without_prefix = [axes[0]._replace(prefix=0), *axes[1:]]
-    new = regrouped(without_prefix, (outer, *inner_shape), cut)
-    before = regrouped(in_front, shape[:place], cut)
-    if before is None or new is None or not new[0] or cut:
-        return None
-    prefix_rows = prefix // inner
-    has_whole_rows = prefix % inner == 0
-    if not has_whole_rows or outer + prefix_rows != shape[place]:
-        return None
-    first, *others = new[0]
-    first = first._replace(prefix=prefix_rows)
-    return (*before, (first, *others), *new[1:])
-
-
-def _flat_axes(dims):
-    """The axes of several dimensions, in order."""
-    return list(chain.from_iterable(dims))
-
-
-def _size_of(axes):
-    """The number of elements of a product of axes, without those ahead."""
-    sizes = [axis.size for axis in axes]
-    return math.prod(sizes)
-
 
 def reshaped_spec(
     func: Callable,
     x: ShardTensor,
     shape: list[int],
 ) -> tuple[Spec, Cut]:
-    """The spec of x in a new global shape, and the sizes in which it must be cut before. One size may be -1."""
+    """(spec of x in a new global shape, sizes in which it must be cut before: mostly none). One size may be -1.
+
+    Raises RuntimeError for a shape of another number of elements, and no_rule if no sizes keep ranks' pieces together.
+    """
     cut: Cut = {}
     spec = x.spec
     count = spec.shape.numel()
@@ -156,7 +53,7 @@ def reshaped_spec(
         raise RuntimeError(f"shape '{shape}' is invalid for input of size {count}")
     with_prefix = [d for d, axes in enumerate(spec.dims) if axes and axes[0].prefix]  # class tokens ahead
     if with_prefix:
-        dims = _regrouped_behind(spec.dims, shape, with_prefix[0], cut)
+        dims = regrouped_with_prefix(spec.dims, shape, with_prefix[0], cut)
     else:
         axes = chain(*spec.dims)
         dims = regrouped(axes, shape, cut)
@@ -180,7 +77,7 @@ def in_shape(
     new: Spec,
     cut: Cut,
 ) -> ShardTensor:
-    """The tensor in the shape of a result of reshaped_spec."""
+    """The tensor in the shape of `new`, after it is cut in the sizes of `cut`: both as reshaped_spec gives them."""
     part: Tensor = x
     if cut:
         part, _ = recut(local(x), x.spec, cut)

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distributed.shard.axes import mesh_dims_of, unsplit_axes
 from distributed.shard.hacks import adopt
 from distributed.shard.operands import check_writable, global_shape, gradient_spec, local_operand, sum_partial
 from distributed.shard.rules.elementwise import is_for_all
 from distributed.shard.rules.indexing import dims_taken, getitem, index_items, locate
 from distributed.shard.rules.lookup import mask_of
 from distributed.shard.rules.rows import take_part
-from distributed.shard.spec import Spec, cut_over, mesh_dims_of, unsplit_axes
+from distributed.shard.spec import Spec, cut_over
 from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, rule, wrap
 from utils.torch_private import storage_id
 

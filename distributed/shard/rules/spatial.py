@@ -1,0 +1,253 @@
+"""Common parts of convolution, pooling and resampling: outputs that read rows split over the ranks of a group.
+
+Convolutions and poolings are functions of plain local tensors, and spatial_rule makes rules of them. Samples may be
+split too, and channels for all of them except convolution, which mixes channels. These functions take
+
+    x: this rank's shard; splits: {dimension: (rows on each rank, Group)} of the split spatial dimensions
+
+and return (this rank's shard of the output, {dimension: outputs on each rank}). If two dimensions are split, the rows
+of one are fetched after those of the other; the second exchange includes the corners. Each rank computes a part of the
+gradient of a weight; the sum of the parts is the whole gradient.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distributed.collectives import Group, Sizes, at_least_float32, tensor_on
+from distributed.halo import HaloExchange, Interval, bounds
+from distributed.shard.operands import scale_grad_by_replicas, sum_partial
+from distributed.shard.rules.windows import Splits, Window
+from distributed.shard.tensor import (
+    Rule,
+    ShardTensor,
+    flat,
+    local,
+    named,
+    no_rule,
+    rule,
+    wrap,
+)
+
+KINDS = (
+    "conv",
+    "conv_transpose",
+    "max_pool",
+    "avg_pool",
+    "adaptive_avg_pool",
+    "adaptive_max_pool",
+    "max_unpool",
+)
+DIMENSIONS: dict[Callable, int] = {}  # {function: number of its spatial dimensions}
+for _count in (1, 2, 3):
+    for _kind in KINDS:
+        _name = f"{_kind}{_count}d"
+        DIMENSIONS |= dict.fromkeys(named(_name, f"{_name}_with_indices"), _count)
+CONVOLUTIONS = {f for f in DIMENSIONS if f.__name__.startswith("conv")}  # they mix channels
+Output = tuple[Tensor, dict[int, Sizes]]  # (the local output, {split dimension: outputs on each rank})
+
+
+def no_outputs(
+    x: Tensor,
+    shape: Sequence[int],
+    *weights: Tensor | None,
+) -> Tensor:
+    """The output of a rank that computes nothing: zeros of a shape, which is mostly an empty one.
+
+    Its backward pass gives x and the weights gradients of 0, because the exchange that fetched x runs backward on every
+    rank.
+    """
+    out = x.new_zeros(shape)
+    for tensor in (x, *weights):
+        if tensor is not None and tensor.requires_grad:
+            zero = tensor.narrow(0, 0, 0).sum()  # a sum over no elements, with `tensor` in its graph
+            out = out + zero
+    return out
+
+
+def request(
+    x: Tensor,
+    dim: int,
+    split: tuple[Sizes, Group],
+    out_sizes: Sizes,
+    interval: Callable[[int, int], Interval],
+    **options: Any,
+) -> tuple[HaloExchange, Interval, Interval]:
+    """Begin to fetch the rows that every rank's outputs read along a split dimension. All ranks call this together.
+
+    x: this rank's shard. split: (rows on each rank, Group). out_sizes: outputs on each rank. interval(first, last): the
+    rows that the outputs [first, last), at least one, read. options: `periodic` and `fill` of HaloExchange.
+    Returns (the exchange, this rank's outputs [first, last), the rows [first, last) that they read).
+    """
+    sizes, group = split
+    outputs = bounds(out_sizes)  # of every rank
+    # All ranks compute all intervals, so that each knows what to send.
+    intervals = []
+    for first, last in outputs:
+        if first < last:
+            intervals.append(interval(first, last))
+        else:
+            intervals.append((0, 0))  # a rank without outputs reads nothing
+    pending = HaloExchange(x, dim, sizes, intervals, group, **options)
+    return pending, outputs[group.rank], intervals[group.rank]
+
+
+def fetch_halos(
+    x: Tensor,
+    splits: Splits,
+    window_of: Mapping[int, Window],
+    shape: list[int],
+    fill: float | None,
+) -> tuple[Tensor, dict[int, Sizes], dict[int, Interval]]:
+    """Extend this rank's shard by the rows that its windows read along the dimensions of `splits`.
+
+    x: this rank's shard. window_of: {dimension: its Window}. fill: value of padding at the ends; None leaves it out.
+    shape: that of the whole output. It is changed in place: split dimensions get this rank's number of outputs.
+    Returns (the extended shard, {split dimension: outputs on each rank}, {split dimension: this rank's outputs}).
+    """
+    out_sizes = {}
+    owned = {}  # {dimension: outputs [first, last) of this rank}
+    for dim in sorted(splits):
+        window = window_of[dim]
+        sizes, _ = splits[dim]
+        out_sizes[dim] = window.output_sizes(sizes, shape[dim])
+        pending, owned[dim], _ = request(x, dim, splits[dim], out_sizes[dim], window.interval, fill=fill)
+        x = pending.rows()
+        first, last = owned[dim]
+        shape[dim] = last - first
+    return x, out_sizes, owned
+
+
+def read_windows(
+    x: Tensor,
+    dim: int,
+    split: tuple[Sizes, Group],
+    out_sizes: Sizes,
+    windows: Sequence[Interval],
+    weights: Sequence[Sequence[float]] | None = None,
+) -> Tensor:
+    """The rows that this rank's outputs read, one window behind the other; of windows of any place and length.
+
+    x: this rank's shard. split: (rows on each rank, Group). out_sizes: outputs on each rank. windows: for each output
+    of the whole, the rows [a, b) that it reads. weights: for each output b - a numbers, by which its rows are summed.
+
+    Returns (..., outputs * longest, ...) along dim, where `longest` is the number of rows of the longest window of this
+    rank, and shorter windows repeat their last row. With weights (..., outputs, ...), in float32 at least.
+    """
+
+    def rows_of(first: int, last: int) -> Interval:
+        starts, ends = zip(*windows[first:last], strict=True)
+        return min(starts), max(ends)
+
+    # While the rows travel, the host finds the place of each in what this rank receives.
+    pending, (first, last), (first_row, _) = request(x, dim, split, out_sizes, rows_of)
+    own_windows = windows[first:last]
+    lengths = [b - a for a, b in own_windows]
+    longest = max([1, *lengths])
+    places = []
+    for a, b in own_windows:
+        for t in range(longest):
+            row = min(a + t, b - 1)
+            places.append(row - first_row)
+    rows = pending.rows()  # (..., rows from first_row on, ...)
+    if weights is not None:
+        rows = at_least_float32(rows)
+    index = tensor_on(x.device, places, torch.long)
+    rows = rows.index_select(dim, index)  # (..., outputs * longest, ...)
+    if weights is None:
+        return rows
+
+    # The weighted sum of each window; a shorter window has weights of 0 at its end.
+    rows = rows.unflatten(dim, (len(own_windows), longest))  # (..., outputs, longest, ...)
+    factors: list[float] = []
+    for of_window in weights[first:last]:
+        zeros = [0.0] * (longest - len(of_window))
+        factors += [*of_window, *zeros]
+    ones_behind = [1] * (x.ndim - 1 - dim)
+    factor = tensor_on(x.device, factors, rows.dtype)
+    factor = factor.view(-1, longest, *ones_behind)  # (outputs, longest, 1, ...)
+    return (rows * factor).sum(dim + 1)  # (..., outputs, ...)
+
+
+def splits_of(x: ShardTensor, dims: Iterable[int]) -> Splits:
+    """{dimension: (rows on each rank, Group)} of the split ones among dims.
+
+    Raises CannotSplit for a dimension of which a rank's part is not in one piece.
+    """
+    splits = {dim: x.spec.split(dim) for dim in dims}
+    return {dim: split for dim, split in splits.items() if split is not None}
+
+
+def spatial_dims_of(x: ShardTensor, func: Callable) -> range:
+    """The spatial dimensions of x, (B, C, ...) or (C, ...), by the name of func. Raises ValueError for other x."""
+    count = DIMENSIONS[func]
+    ndim = len(x.spec.dims)
+    if ndim not in (count + 1, count + 2):
+        raise ValueError(f"{func.__name__}: a tensor of {count + 1} or {count + 2} dimensions, not {ndim}")
+    return range(ndim - count, ndim)
+
+
+def wrap_output(
+    x: ShardTensor,
+    y: Tensor,
+    sizes: Mapping[int, Sizes],
+) -> ShardTensor:
+    """The local output y as a ShardTensor that is split as x.
+
+    sizes: {split dimension: rows of y on each rank}, for those whose sizes have changed.
+    """
+    # Whole dimensions may have changed their size too, which y itself tells.
+    new_sizes: dict[int, int | Sizes] = {}
+    for dim, n in enumerate(y.shape):
+        if dim in sizes:
+            new_sizes[dim] = sizes[dim]
+        elif not x.spec.is_split(dim):
+            new_sizes[dim] = n
+    return wrap(y, x.spec.resized(new_sizes))
+
+
+def spatially(
+    implementation: Callable[..., Output],
+    func: Callable,
+    input: ShardTensor,
+    *args: Any,
+    **kwargs: Any,
+) -> ShardTensor:
+    """Call a function of local tensors on this rank's part of the input, and wrap its output.
+
+    implementation(func, part, splits, ...) computes where a spatial dimension is split, func(part, ...) where none is.
+    Raises no_rule for weights that are ShardTensors, and for split channels where func mixes them.
+    """
+    has_split_weights = any(isinstance(a, ShardTensor) for a in flat(args, kwargs))
+    if has_split_weights or not isinstance(input, ShardTensor):
+        raise no_rule(func, (input, *args), kwargs, "the weights of a layer are plain tensors")
+    x = sum_partial(input)
+    dims = spatial_dims_of(x, func)
+    part = local(x)
+    channels = dims[0] - 1
+    mixes_channels = func in CONVOLUTIONS
+    if mixes_channels and x.spec.is_split(channels):
+        raise no_rule(func, (x,), {}, "channels are split")
+    args = tuple([scale_grad_by_replicas(a, x.spec) for a in args])
+    kwargs = {name: scale_grad_by_replicas(a, x.spec) for name, a in kwargs.items()}
+    splits = splits_of(x, dims)
+    if splits:
+        y, sizes = implementation(func, part, splits, *args, **kwargs)
+    else:  # every rank has whole images
+        y = func(part, *args, **kwargs)
+        sizes = {}
+    return wrap_output(x, y, sizes)
+
+
+def spatial_rule(kind: str) -> Callable[[Rule], Rule]:
+    """Decorator: make a function of local tensors, as this module describes it, the rule of kind1d, kind2d, kind3d."""
+
+    def register(implementation: Rule) -> Rule:
+        functions = named(f"{kind}1d", f"{kind}2d", f"{kind}3d")
+        rule(*functions)(partial(spatially, implementation))
+        return implementation
+
+    return register
