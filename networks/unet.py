@@ -44,7 +44,7 @@ class UNet(nn.Module):
     """Down by 2 ** levels and up again, with a skip at each level: (B, in_channels, H, W) -> (B, out_channels, H, W).
 
     img_size: (H, W). width: channels on the finest grid, doubled at each level. noise_features: numbers of the noise
-    that the model takes beside an image, and adds to the coarsest grid as an embedding; 0: it takes none.
+    that the model takes beside an image, and by which it scales and shifts the coarsest grid; 0: it takes none.
     Raises ValueError where 2 ** levels does not divide H and W.
     """
 
@@ -87,7 +87,8 @@ class UNet(nn.Module):
             skips.append(x)
             x = block(self.pool(x))  # (B, 2 C, H / 2, W / 2)
         if self.noise_embed is not None:
-            x = x + self.noise_embed(noise)[:, :, None, None]  # the same vector for all points of a member
+            factor, shift = self.noise_embed(noise)  # (B, C), the same for all points of a member
+            x = x * factor[:, :, None, None] + shift[:, :, None, None]
         for up, join in zip(self.up, self.join, strict=True):
             x = up(x)  # (B, C / 2, 2 H, 2 W)
             x = torch.cat([x, skips.pop()], 1)  # (B, C, 2 H, 2 W)

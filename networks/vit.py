@@ -201,25 +201,30 @@ class ImageHead(nn.Module):
 
 
 class NoiseEmbedding(nn.Module):
-    """Two linear layers from the noise of a member of an ensemble to a vector of features: (B, K) -> (B, D)."""
+    """Two linear layers from the noise of a member of an ensemble to a factor and a shift of each feature.
+
+    Source: Perez et al. 2018, FiLM, arXiv:1709.07871. The factor matters: features differ from place to place, and with
+    it a number of the noise has a pattern in space, which the blocks would else have to make.
+    """
 
     def __init__(self, noise_features: int, embed_dim: int):
         super().__init__()
         self.first = nn.Linear(noise_features, embed_dim)
-        self.second = nn.Linear(embed_dim, embed_dim)
+        self.second = nn.Linear(embed_dim, 2 * embed_dim)
 
-    def forward(self, noise: Tensor) -> Tensor:
-        """noise: (B, K) -> (B, D)."""
+    def forward(self, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """noise: (B, K) -> factor and shift, (B, D) each."""
         hidden = F.gelu(self.first(noise))
-        return self.second(hidden)
+        change, shift = self.second(hidden).chunk(2, -1)
+        return 1 + change, shift
 
 
 class Transformer(nn.Module):
     """Patches, positions, blocks, head: (B, C, *img_size) -> what the head makes of the tokens.
 
-    noise_features: numbers of the noise that the model takes beside an image, and adds to every token as an embedding;
-    0: it takes none. patch_embed: module from the image to its tokens, (B, N, D). blocks: modules from tokens to
-    tokens. head: module from the tokens to the output. grid, patch_size: the results of patch_grid.
+    noise_features: numbers of the noise that the model takes beside an image, and by which it scales and shifts all
+    tokens; 0: it takes none. patch_embed: module from the image to its tokens, (B, N, D). blocks: modules from tokens
+    to tokens. head: module from the tokens to the output. grid, patch_size: the results of patch_grid.
     """
 
     def __init__(
@@ -247,7 +252,8 @@ class Transformer(nn.Module):
         """x: (B, C, *img_size) -> what the head makes of the tokens. noise: (B, noise_features), if there are any."""
         x = self.pos_embed(self.patch_embed(x))  # (B, N, D)
         if self.noise_embed is not None:
-            x = x + self.noise_embed(noise)[:, None]  # the same vector for all tokens of a member
+            factor, shift = self.noise_embed(noise)  # (B, D), the same for all tokens of a member
+            x = x * factor[:, None] + shift[:, None]
         x = self.pos_drop(x)
         for block in self.blocks:
             x = block(x)

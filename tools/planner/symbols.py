@@ -196,9 +196,9 @@ class Symbols:
         embedding = (self.inputs + 1 + self.N) * self.D if self.is_first else 0
         # The last norm has 2 D, and the head has weights and a bias.
         head = 2 * self.D + (self.D + 1) * self.outputs if self.is_last else 0
-        # The noise of a member goes through two layers.
+        # The noise of a member goes through two layers with biases: to D, and to a factor and a shift of each feature.
         noise = self.config.noise_of_model
-        of_noise = (noise + self.D + 2) * self.D if noise else 0
+        of_noise = (noise + 1) * self.D + (self.D + 1) * 2 * self.D if noise else 0
         return embedding + of_noise + head
 
     @cached_property
