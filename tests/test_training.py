@@ -119,6 +119,12 @@ def test_the_log_says_how_far_the_run_is_and_how_long_it_takes_yet(run):
     ]
 
 
+def test_the_time_left_knows_that_longer_forecasts_take_longer(tiny_config):
+    config = tiny_config(num_iters=10, rollout_schedule=[[4, 2], [6, 4]])
+    assert config.forecast_steps(0, 10) == 4 * 1 + 2 * 2 + 4 * 4
+    assert config.forecast_steps(3, 7) == 1 + 2 * 2 + 4 and config.forecast_steps(5, 5) == 0
+
+
 def test_tensorboard_has_losses_speed_skill_and_pictures(run, pictures):
     folder = run().folder
     tags = EventAccumulator(str(folder)).Reload().Tags()

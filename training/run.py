@@ -287,15 +287,21 @@ class Run:
         seconds, samples = self.clock.lap()
         speed = samples / seconds
         log.info("Time taken for epoch %d is %.2f sec, avg %.2f samples/sec", epoch, seconds, speed)
-        iterations_left = self.config.num_iters - self.progress.iteration
-        if iterations_left:
+        if self.progress.iteration < self.config.num_iters:
             samples_of_run = self.config.num_iters * self.config.global_batch_size
             epochs = math.ceil(samples_of_run / self.train_loader.num_samples)
-            time_left = words_of_seconds(self.clock.seconds_left(iterations_left))
-            log.info("  Epoch %d of %d, about %s left", epoch, epochs, time_left)
+            log.info("  Epoch %d of %d, about %s left", epoch, epochs, words_of_seconds(self._seconds_left()))
         log.info("  Avg train loss=%.6f", self.progress.train_loss)
         log.info("  Peak memory: %.3f GiB", peak_memory_bytes(self.device) / 2**30)
         self.run_loggers.log({"Loss/train_epoch": self.progress.train_loss}, self.progress.iteration)
+
+    def _seconds_left(self):
+        """Seconds until the last iteration, at the pace of this process; longer forecasts take longer."""
+        now = self.progress.iteration
+        begun = now - self.clock.iterations  # where this process began or resumed
+        steps_done = self.config.forecast_steps(begun, now)
+        steps_left = self.config.forecast_steps(now, self.config.num_iters)
+        return self.clock.elapsed() / steps_done * steps_left
 
     def _validate_or_stop(self) -> float | None:
         """Score the model; returns its loss. None where the data were lost: the run stops, to validate when resumed."""

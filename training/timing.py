@@ -52,11 +52,10 @@ class Clock:
         self.epoch = self.seconds, self.samples
         return self.seconds - seconds, self.samples - samples
 
-    def seconds_left(self, iterations: int) -> float:
-        """Seconds that so many further iterations take, at the pace until now: with validation and checkpoints."""
-        assert self.began is not None and self.iterations
-        elapsed = time.perf_counter() - self.began
-        return elapsed / self.iterations * iterations
+    def elapsed(self) -> float:
+        """Seconds since the first step, with validation and checkpoints."""
+        assert self.began is not None
+        return time.perf_counter() - self.began
 
     def steady_samples_per_sec(self) -> float | None:
         """Speed after the warmup, or of all steps in a shorter run; None where no step was made."""

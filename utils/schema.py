@@ -259,6 +259,16 @@ class Config(BaseModel):
         later = [(first, steps) for first, steps in self.rollout_schedule if first < self.num_iters]
         return (0, self.rollout_steps), *later
 
+    def forecast_steps(self, first: int, last: int) -> int:
+        """Steps of the forecasts that the iterations [first, last) train over, of one sample."""
+        starts = [start for start, _ in self.rollout_stages]
+        ends = [*starts[1:], last]
+        count = 0
+        for (start, steps), end in zip(self.rollout_stages, ends, strict=True):
+            iterations = min(last, end) - max(first, start)  # in this stage, below zero where it is not reached
+            count += max(0, iterations) * steps
+        return count
+
     @property
     def longest_rollout(self) -> int:
         """The most steps of a forecast that is trained."""
