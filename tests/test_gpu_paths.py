@@ -1,7 +1,6 @@
 """Paths of a GPU user, shown without a GPU."""
 
 import datetime
-import importlib.util
 import socket
 import threading
 from types import SimpleNamespace
@@ -218,8 +217,9 @@ def test_a_batch_is_copied_in_a_stream_of_its_own_and_computation_waits_for_it(t
     assert slot.copied is not None  # the buffer is not filled again before the copy is done
 
 
-@pytest.mark.skipif(importlib.util.find_spec("nvidia") is None, reason="pip install -r requirements/dali.txt")
 def test_dali_leaves_rocm_to_the_host(monkeypatch):
+    # torch's own libraries make a package `nvidia` too.
+    pytest.importorskip("nvidia.dali", reason="pip install -r requirements/dali.txt")
     from utils.data_loader_dali import gpu_of
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")

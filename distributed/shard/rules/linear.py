@@ -136,7 +136,7 @@ def linear(
     out = None
     if type(weight) is not ShardTensor:
         spec = input.spec
-        features = len(weight)  # E; weight.shape would make a torch.Size
+        features = weight.shape[0]
 
         def of_whole_rows() -> Spec | None:
             if spec.is_split(-1):
