@@ -23,6 +23,7 @@ from utils import agreement, comm, connection
 from utils.config import SCRIPTS
 from utils.errors import ArgumentParser, int_in_range
 from utils.launch import read_launch
+from weather.climate_quantiles import read_quantiles
 
 # A split of the data is named by a key of the config: {--split: key}.
 DATA = {"test": "inf_data_path", "valid": "valid_data_path", "train": "train_data_path"}
@@ -46,8 +47,10 @@ def main(argv: list[str] | None = None) -> None:
     leads = agreement.raise_on_all_ranks(lambda: lead_times(config, frames.interval, options.lead_hours))
     wanted = options.dates or options.starts  # dates, or how many of them to choose
     starts = agreement.raise_on_all_ranks(lambda: choose_starts(frames, leads, wanted))
-    others = agreement.on_main(lambda: {run: read_skill(run, starts, leads) for run in options.compare})
-    names = frames.dataset.description.names[: config.n_out_channels]
+    all_names, all_units, _ = frames.dataset.description
+    names = all_names[: config.n_out_channels]
+    units = dict(zip(names, all_units, strict=False))
+    others = agreement.on_main(lambda: {run: read_skill(run, starts, leads, units) for run in options.compare})
     channel = agreement.raise_on_all_ranks(lambda: shown_channel(names, options.channel))
 
     # The checkpoint, and whether it has seen these frames.
@@ -56,6 +59,9 @@ def main(argv: list[str] | None = None) -> None:
     record = marker["trainer"].get("data", {})
     is_training_data = options.split == "train"
     notes = agreement.raise_on_all_ranks(lambda: frames.check(record, checkpoint, is_training_data))
+    quantiles = agreement.raise_on_all_ranks(
+        lambda: read_quantiles(config.global_stds_path, config.n_out_channels, config.img_size)
+    )
     # Weights come from the checkpoint alone, so no initial ones are filled in.
     parallel = build_parallel(config, device, weights=())
     agreement.raise_on_all_ranks(lambda: load_weights_into(parallel, checkpoint))
@@ -68,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     began = time.perf_counter()
     about = attributes(checkpoint, marker, options.split)
     files = None if options.skill_only else out
-    result = roll_out(parallel, frames, starts, leads, config, channel, files, about, options.layout)
+    result = roll_out(parallel, frames, starts, leads, config, channel, files, about, options.layout, quantiles)
     if comm.is_main():
         # All ranks share the forecasts, and rank 0 tells of them.
         seconds = time.perf_counter() - began

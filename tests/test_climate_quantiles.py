@@ -55,6 +55,7 @@ def test_too_few_frames_have_none_and_data_of_before_get_theirs(data, tmp_path, 
         (np.zeros((2, 20, 8, 16), "f4"), r"expected shape \(3, 20, 8, 16\), found \(2, 20, 8, 16\): move it away"),
         (np.zeros((3, 20, 8, 15), "f4"), r"found \(3, 20, 8, 15\)"),
         (np.full((3, 20, 8, 16), np.nan, "f4"), "holds values that are not finite"),
+        (np.ones((3, 20, 8, 16), "f4") * [[[[3]]], [[[2]]], [[[1]]]], "its quantiles do not grow from one to the next"),
     ],
 )  # fmt: skip
 def test_a_file_that_holds_something_else_is_refused_in_one_line(tmp_path, values, line):

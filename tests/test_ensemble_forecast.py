@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+import shutil
 import weakref
 
 import numpy as np
@@ -15,6 +16,7 @@ import train
 from tests.conftest import words_of
 from tests.support.launch import outcome
 from tests.support.refusals import refusal
+from tools.forecasting.dated_frames import run_config
 from tools.forecasting.ensembles import LeadTimeEnsembles
 from tools.forecasting.forecast_file import ForecastFile
 from training.metrics import latitude_weights
@@ -28,8 +30,9 @@ WORDS = ["--lead_hours=18", "--starts=2"]
 @pytest.fixture(scope="module")
 def run(tiny_settings, tmp_path_factory):
     """The folder of a tiny trained ensemble."""
-    own = {"expdir": tmp_path_factory.mktemp("logs"), "num_iters": 6, "warmup": 2, "lr": 3e-3, "loss": "crps"}
-    settings = tiny_settings | {"yaml_config": "config/ViT.yaml", "ensemble_size": MEMBERS} | own
+    own = {"expdir": tmp_path_factory.mktemp("logs"), "num_iters": 6, "warmup": 2, "lr": 3e-3}
+    of_members = {"loss": "crps", "ensemble_size": MEMBERS, "noise_correlation": 0.5}
+    settings = tiny_settings | {"yaml_config": "config/ViT.yaml"} | own | of_members
     train.main(words_of(settings))
     return settings["expdir"] / "quick/00"
 
@@ -49,6 +52,20 @@ def serial(run, tmp_path_factory):
     out = tmp_path_factory.mktemp("serial")
     forecast_of(run, out)
     return *results_in(out), out
+
+
+@pytest.fixture(scope="module")
+def single(tiny_settings, tmp_path_factory):
+    """The folder of a tiny model that was trained without members."""
+    folder = tmp_path_factory.mktemp("single")
+    own = {"yaml_config": "config/ViT.yaml", "expdir": folder, "run_num": "single", "num_iters": 2}
+    train.main(words_of(tiny_settings | own))
+    return folder / "quick/single"
+
+
+def test_a_forecast_has_noise_as_alike_as_in_training(run):
+    assert run_config(run, [], 1, ()).noise_correlation == 0.5
+    assert run_config(run, ["--noise_correlation=0"], 1, ()).noise_correlation == 0
 
 
 def test_the_summary_of_a_run_has_the_scores_of_its_ensemble(run):
@@ -125,11 +142,8 @@ def test_more_members_than_in_training_begin_with_the_same(run, serial, tmp_path
     np.testing.assert_allclose(more.sel(number=[0, 1, 2]).values, first, rtol=1e-5)
 
 
-def test_a_single_forecast_stands_beside_the_members(run, tiny_settings, tmp_path, capsys):
+def test_a_single_forecast_stands_beside_the_members(run, single, tmp_path, capsys):
     """Its mean absolute error beside their CRPS, its spectrum beside theirs."""
-    single = tmp_path / "quick/single"
-    own = {"yaml_config": "config/ViT.yaml", "expdir": tmp_path, "run_num": "single", "num_iters": 2}
-    train.main(words_of(tiny_settings | own))
     forecast.main([f"--run_folder={single}", "--device=cpu", "--skill_only", *WORDS])
     capsys.readouterr()
     forecast_of(run, tmp_path / "members", "--skill_only", "--compare", str(single))
@@ -142,9 +156,71 @@ def test_a_single_forecast_stands_beside_the_members(run, tiny_settings, tmp_pat
     assert (tmp_path / "members/blur.png").stat().st_size > 10_000
 
 
-def test_an_ensemble_of_one_is_refused(run, tmp_path):
-    with refusal("loss crps scores the members of an ensemble: give an ensemble_size of 2 or more"):
-        forecast_of(run, tmp_path, "--ensemble_size=1")
+@pytest.mark.parametrize("words", [[], ["--loss=squared_error"]])
+def test_an_ensemble_of_one_is_refused(run, tmp_path, words):
+    """Its weights for noise would be left out, and what is left was never trained."""
+    with refusal("ensemble_size 1: its model was trained as an ensemble, and each member takes noise", run):
+        forecast_of(run, tmp_path, "--ensemble_size=1", *words)
+
+
+@pytest.mark.parametrize("words", [[], ["--loss=crps"]])
+def test_members_of_a_model_without_noise_are_refused(single, tmp_path, words):
+    with refusal("ensemble_size 4: its model takes no noise, so its members would be alike: train an ens", single):
+        forecast_of(single, tmp_path, "--ensemble_size=4", *words)
+
+
+def test_no_number_of_members_is_refused_as_any_value(single, tmp_path):
+    with refusal("ensemble_size: 'many' should be a valid integer"):
+        forecast_of(single, tmp_path, "--ensemble_size=many")
+
+
+def test_a_run_of_some_of_the_channels_is_compared_in_these(run, tiny_settings, tmp_path, capsys):
+    own = {"yaml_config": "config/ViT.yaml", "expdir": tmp_path, "run_num": "few", "num_iters": 2}
+    of_wind = {"n_in_channels": 2, "n_out_channels": 2}  # u10 and v10
+    train.main(words_of(tiny_settings | own | of_wind))
+    few = tmp_path / "quick/few"
+    forecast.main([f"--run_folder={few}", "--device=cpu", "--skill_only", *WORDS])
+    capsys.readouterr()
+    forecast_of(run, tmp_path / "members", "--skill_only", "--compare", str(few))
+    shown = capsys.readouterr().out
+    assert re.search(rf"RMSE below .*: u10 \d+ h, v10 \d+ h \({few}\)", shown)
+    assert f"CRPS {few}" in shown
+
+
+@pytest.mark.parametrize(
+    ("units", "line"),
+    [
+        ({"q500": "1"}, "its forecast has none of u10, v10, t2m, z500: compare runs that share channels"),
+        ({"u10": "m s-1", "t2m": "degC"}, "its t2m is in degC, not in K: compare runs of the same units"),
+    ],
+)
+def test_forecasts_that_do_not_compare_are_refused(run, serial, tmp_path, units, line):
+    record = serial[0] | {"units": units}
+    other = tmp_path / "forecast"
+    other.mkdir()
+    (other / "skill.json").write_text(json.dumps(record))
+    with refusal(line, other):
+        forecast_of(run, tmp_path / "out", "--compare", str(tmp_path))
+
+
+def test_quantiles_that_cannot_be_used_leave_the_forecasts_of_before(run, tiny_settings, tmp_path):
+    """They are read before the folder is emptied."""
+    for key in ("global_means_path", "global_stds_path"):
+        shutil.copy(tiny_settings[key], tmp_path)
+    np.save(tmp_path / "quantiles.npy", np.zeros((2, 20, 16, 32), np.float32))
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "skill.json").write_text("of before")
+    with refusal("quantiles.npy: expected shape .*, found .*: move it away, and make it anew"):
+        forecast_of(run, out, f"--global_stds_path={tmp_path}/global_stds.npy")
+    assert (out / "skill.json").read_text() == "of before"
+
+
+def test_a_single_forecast_begins_with_an_ensemble_and_says_what_it_leaves(run, tiny_settings, tmp_path):
+    own = {"yaml_config": "config/ViT.yaml", "expdir": tmp_path, "num_iters": 2, "init_from": str(run)}
+    train.main(words_of(tiny_settings | own))
+    log = (tmp_path / "quick/00/out.log").read_text()
+    assert "those for noise are left out, since a single forecast takes none" in log
 
 
 def test_a_single_forecast_is_scored_by_its_absolute_error():

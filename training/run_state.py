@@ -55,6 +55,8 @@ def start_from(path: str, config: Config, step: TrainingStep) -> None:
         new = load_weights_into(step.parallel, folder, may_lack=gains_noise)
         if new:
             log.info("Initial weights: drawn for noise (%d): %s", len(new), ", ".join(new))
+        if trained.noise_of_model and not config.noise_of_model:
+            log.info("Initial weights: those for noise are left out, since a single forecast takes none")
         path = str(folder)
     # An average that began with drawn weights would drag these towards them.
     if step.average:

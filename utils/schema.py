@@ -172,7 +172,6 @@ class Config(BaseModel):
     noise_correlation: float = key(
         "ensembles: of a member's noise with that of the step before, 0: new in each, 1: the same",
         0,
-        "training",
         ge=0,
         le=1,
     )

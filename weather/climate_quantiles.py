@@ -70,4 +70,8 @@ def read_quantiles(stds_path: Path | str, channels: int, img_size: Sequence[int]
     quantiles = np.array(values[:, :channels, :height, :width], np.float32)
     if not np.isfinite(quantiles).all():
         raise UsageError(f"{path}: holds values that are not finite: move it away, and make it anew")
+    # In another order each score would stand under the name of another quantile.
+    steps = np.diff(quantiles, axis=0)
+    if (steps < 0).any():
+        raise UsageError(f"{path}: its quantiles do not grow from one to the next: move it away, and make it anew")
     return quantiles

@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from training.tasks import forecast, task_of
 from training.tasks.frames_check import look_at_frames
+from utils.command_line import parse_command_line
 from utils.config import check_config, differing_keys, load_config, read_named_config
 from utils.errors import UsageError
 from utils.schema import Config, keys_that_affect
@@ -53,11 +55,32 @@ def run_config(
     # A model that takes noise makes ensembles, of as many members as in training unless the words say otherwise.
     if trained.ensemble_size > 1:
         preset |= {"loss": trained.loss, "ensemble_size": trained.ensemble_size}
+    _check_members(folder, trained, parse_command_line(words, None, str(file)))
     words = [f"--yaml_config={file}", f"--config={name}", *words]
     config = load_config(words, world_size=world_size, splits=splits, preset=preset)
     for key in differing_keys(trained, config, "model"):
         raise UsageError(f"{folder}: was trained with {key} {getattr(trained, key)}, not {getattr(config, key)}")
     return config.model_copy(update={"noddp": True})  # no gradients: nothing to average
+
+
+def _check_members(folder: Path | str, trained: Config, options: dict[str, Any]) -> None:
+    """Raise UsageError where options ask a model without noise for members, or one that takes noise for a forecast.
+
+    The weights would not fit, or those for noise would be left out and the forecast would be none that was trained.
+    """
+    asked = options.get("ensemble_size")
+    if not isinstance(asked, int):  # not given, or no number, which is refused as any value that does not fit
+        return
+    if asked > 1 and not trained.noise_of_model:
+        raise UsageError(
+            f"{folder}: ensemble_size {asked}: its model takes no noise, so its members would be alike: train an "
+            f"ensemble, which may begin with its weights: --loss crps --ensemble_size {asked} --init_from {folder}"
+        )
+    if asked == 1 and trained.noise_of_model:
+        raise UsageError(
+            f"{folder}: ensemble_size 1: its model was trained as an ensemble, and each member takes noise: give 2 or "
+            "more"
+        )
 
 
 class DatedFrames:

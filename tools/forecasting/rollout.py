@@ -23,7 +23,6 @@ from utils.device import to_device
 from utils.errors import UsageError, nearest
 from utils.sample_order import Order
 from utils.schema import Config
-from weather.climate_quantiles import read_quantiles
 from weather.grid import HOUR, Grid
 
 HOURS_BEFORE_1970 = 10**9  # more than any date of data
@@ -58,15 +57,16 @@ def roll_out(
     out: Path | str | None,
     attributes: dict[str, str],
     layout: str = "cf",
+    quantiles: np.ndarray | None = None,
 ) -> Result:
     """Forecast from every start with a ParallelModel; returns the Result, on every rank.
 
     frames: the initial states, and the truth to compare with. leads: of lead_times. channel: name of the channel to
     show. out: folder for the forecasts as NetCDF, or None. attributes: of these files. layout: theirs, of
-    output_files.LAYOUTS. All ranks call this together: data-parallel ranks divide the starts, domain-parallel ranks
-    divide the images.
+    output_files.LAYOUTS. quantiles: of read_quantiles, the thresholds of Brier scores. All ranks call this together:
+    data-parallel ranks divide the starts, domain-parallel ranks divide the images.
     """
-    rollout = _Rollout(parallel, frames, leads, config, channel)
+    rollout = _Rollout(parallel, frames, leads, config, channel, quantiles)
     names, units, grid = rollout.names, rollout.units, rollout.grid
     kind = FileKind(leads, names, units, grid, attributes, layout)
     members = config.ensemble_size if config.ensemble_size > 1 else 0
@@ -131,8 +131,14 @@ class _Rollout:
     """Forecasts of a model, and the scores of all that were made."""
 
     def __init__(
-        self, parallel: ParallelModel, frames: DatedFrames, leads: list[int], config: Config, channel: str
-    ) -> None:
+        self,
+        parallel: ParallelModel,
+        frames: DatedFrames,
+        leads: list[int],
+        config: Config,
+        channel: str,
+        quantiles: np.ndarray | None,
+    ):
         self.parallel = parallel
         self.frames = frames
         self.leads = leads
@@ -147,7 +153,6 @@ class _Rollout:
         self.means = torch.from_numpy(means)
         self.stds = torch.from_numpy(stds)
         self.skill = LeadTimeSkill(len(leads), self.grid.latitude, statistics, frames.device)
-        quantiles = read_quantiles(config.global_stds_path, self.n_out, config.img_size)
         self.thresholds = "of the map of the climatology" if quantiles is None else "of the climate of each point"
         self.ensembles = LeadTimeEnsembles(len(leads), self.grid.latitude, statistics, frames.device, quantiles)
         # Of a member: the mean of several is blurred, which is shown beside it.

@@ -36,7 +36,7 @@ def write_report(
     """
     out = Path(out)
     units = dict(zip(result.names, result.units, strict=True))
-    headline = [name for name in HEADLINE if name in units] or result.names[:4]
+    headline = told_channels(result.names)
     record = _skill_record(result, about, headline, units)
     write_json(out / SKILL, record)
     pictures = _draw_pictures(result, out, headline, units)
@@ -48,7 +48,9 @@ def write_report(
     if is_ensemble(result):
         print(f"\n{ensemble_table(result.ensembles, headline, units, result.leads, others)}")
     for run, skill in {"": record, **others}.items():
-        hours = [f"{name} {useful_hours(skill['rmse'], name, result.leads)} h" for name in headline]
+        # Another run may forecast some of the channels only.
+        shared = [name for name in headline if name in skill["rmse"]["model"]]
+        hours = [f"{name} {useful_hours(skill['rmse'], name, result.leads)} h" for name in shared]
         of_run = f" ({run})" if run else ""
         print(f"RMSE below persistence and climatology up to: {', '.join(hours)}{of_run}")
     short = f"{result.spectra.short:.0f} km"
@@ -190,8 +192,17 @@ def _print_files(result: Result, out: Path, pictures: Sequence[str], files: bool
     print(f"animation:  {out / animation}")
 
 
-def read_skill(run: Path | str, starts: Iterable[np.datetime64], leads: Sequence[int]) -> dict[str, Any]:
-    """Read the skill of the forecast in a run's folder. Raises UsageError where its dates or lead times are others."""
+def read_skill(
+    run: Path | str,
+    starts: Iterable[np.datetime64],
+    leads: Sequence[int],
+    units: Mapping[str, str],
+) -> dict[str, Any]:
+    """Read the skill of the forecast in a run's folder.
+
+    units: of the channels that it is compared in. Raises UsageError where its dates, lead times or units are others,
+    and where it forecasts none of the channels that a report tells of.
+    """
     path = Path(run) / "forecast" / SKILL
     if not path.exists():
         raise UsageError(f"{path}: no forecast yet: python forecast.py --run_folder {run}")
@@ -200,7 +211,20 @@ def read_skill(run: Path | str, starts: Iterable[np.datetime64], leads: Sequence
     is_same = record.get("lead_hours") == list(leads) and record.get("starts") == dates
     if not is_same:
         raise UsageError(f"{path}: its forecast has other dates or lead times: compare those of the same options")
+    of_run = record["units"]
+    told = told_channels(list(units))
+    if not any(name in of_run for name in told):
+        raise UsageError(f"{path}: its forecast has none of {', '.join(told)}: compare runs that share channels")
+    for name, unit in units.items():
+        # A score in other units is another number.
+        if of_run.get(name, unit) != unit:
+            raise UsageError(f"{path}: its {name} is in {of_run[name]}, not in {unit}: compare runs of the same units")
     return record
+
+
+def told_channels(names: Sequence[str]) -> Sequence[str]:
+    """The channels that a report tells of: those of HEADLINE, or the first ones where there are none of these."""
+    return [name for name in HEADLINE if name in names] or names[:4]
 
 
 def skill_table(result: Result, channels: Sequence[str], units: dict[str, str]) -> str:
