@@ -127,6 +127,20 @@ def test_one_forecast_has_its_absolute_error_and_no_spread():
     assert not own.spread.any() and own.rank_histogram.shape == (2, 2)
 
 
+@pytest.mark.parametrize("lost", ["a member", "the truth"])
+def test_of_a_point_that_is_nan_no_score_is_known(lost):
+    """NaN is above no threshold and below no truth: a forecast that has broken down would score well."""
+    members, target, climatology = fields()
+    whole = members if lost == "a member" else target
+    whole[0, ..., 0, 3, 5] = torch.nan  # in the first channel
+    own = scored(members, target, climatology)
+    for name, values in own._asdict().items():
+        if lost == "the truth" and name == "spread":
+            continue
+        assert values[0].isnan().all(), name
+        assert not values[1].isnan().any(), name
+
+
 def test_a_truth_among_equal_members_has_all_their_ranks():
     climatology = torch.zeros(2, 9, 16)
     own = scored(torch.zeros(1, 3, 2, 9, 16), torch.zeros(1, 2, 9, 16), climatology)

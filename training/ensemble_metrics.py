@@ -73,8 +73,10 @@ class EnsembleMetrics:
         self.means["square"].append(self._mean(error.square()))
         variance = members.var(1) if self.members > 1 else torch.zeros_like(target)
         self.means["variance"].append(self._mean(variance))
-        self.means["ranks"].append(self._ranks(members, target))
-        self.means["brier"].append(self._brier(members, target))
+        # Nothing is known of a point that is NaN, but a comparison with NaN is false, as if an event had not happened.
+        unknown = members.isnan().any(1) | target.isnan()  # (B, C, H, W)
+        self.means["ranks"].append(self._ranks(members, target, unknown))
+        self.means["brier"].append(self._brier(members, target, unknown))
 
     def compute(self) -> EnsembleScores:
         """The means over all samples of all ranks, which call this together."""
@@ -97,22 +99,24 @@ class EnsembleMetrics:
         """Mean over the points, by area: (B, C, H, W) -> (B, C)."""
         return (values * self.weights).sum((-2, -1))
 
-    def _ranks(self, members: Tensor, target: Tensor) -> Tensor:
+    def _ranks(self, members: Tensor, target: Tensor, unknown: Tensor) -> Tensor:
         """The share of the area with each rank of the truth among the members, (B, C, M + 1).
 
-        Where members equal the truth, it has each of the ranks that it may have, in equal parts.
+        Where members equal the truth, it has each of the ranks that it may have, in equal parts. With an `unknown`
+        point the shares are NaN.
         """
         below = (members < target[:, None]).sum(1)  # (B, C, H, W)
         equal = (members == target[:, None]).sum(1)
         part = 1 / (equal + 1)
+        part = part.masked_fill(unknown, torch.nan)
         shares = []
         for rank in range(self.members + 1):
             is_possible = (below <= rank) & (rank <= below + equal)
             shares.append(self._mean(is_possible * part))
         return torch.stack(shares, -1)
 
-    def _brier(self, members: Tensor, target: Tensor) -> Tensor:
-        """The score of each event, (B, C, quantiles)."""
+    def _brier(self, members: Tensor, target: Tensor, unknown: Tensor) -> Tensor:
+        """The score of each event, (B, C, quantiles), NaN with an `unknown` point."""
         count = self.members
         scores = []
         for limit in self.thresholds:  # (C, H, W), or (C, 1, 1)
@@ -122,6 +126,7 @@ class EnsembleMetrics:
             if count > 1:
                 # A share of few members is apart from the probability by chance alone.
                 score = score - hits * (count - hits) / (count**2 * (count - 1))
+            score = score.masked_fill(unknown, torch.nan)
             scores.append(self._mean(score))
         return torch.stack(scores, -1)
 
