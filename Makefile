@@ -36,6 +36,7 @@ demo: setup
 
 # It goes on from the weights of the demo, which comes first where it was not run.
 demo-ensemble: setup $(if $(wildcard logs/demo/00/forecast/skill.json),,demo)
+	$(BIN)/python -m weather.sample_data data/quick
 	$(BIN)/python train.py --config=demo_ensemble
 	$(BIN)/python forecast.py --run_folder logs/demo_ensemble/00 --ensemble_size=8 --compare logs/demo/00
 

@@ -119,10 +119,16 @@ def test_the_log_says_how_far_the_run_is_and_how_long_it_takes_yet(run):
     ]
 
 
-def test_the_time_left_knows_that_longer_forecasts_take_longer(tiny_config):
+def test_the_time_left_knows_that_longer_forecasts_take_longer(run, tiny_config, monkeypatch):
     config = tiny_config(num_iters=10, rollout_schedule=[[4, 2], [6, 4]])
     assert config.forecast_steps(0, 10) == 4 * 1 + 2 * 2 + 4 * 4
     assert config.forecast_steps(3, 7) == 1 + 2 * 2 + 4 and config.forecast_steps(5, 5) == 0
+
+    # An epoch has 9 iterations. After the first one 9 steps have taken 10 s, and 1 + 15 * 2 are left; after the second
+    # one 10 + 8 * 2 and 7 * 2.
+    monkeypatch.setattr("training.timing.Clock.elapsed", lambda clock: 10.0)
+    log = run(num_iters=25, rollout_schedule=[[10, 2]]).log
+    assert re.findall(r"about (\d+) s left", log) == ["34", "5"]
 
 
 def test_tensorboard_has_losses_speed_skill_and_pictures(run, pictures):

@@ -69,7 +69,7 @@ class Telemetry:
         # Where gradients are reduced the ranks meet, so the phases before, data and forward, show who is slow.
         before_others = sums.table[:, :2].nansum(1)  # (ranks,)
 
-        forecast_steps = [steps for first, steps in self.config.rollout_stages if first < iteration][-1]
+        forecast_steps = self.config.forecast_steps(iteration - 1, iteration)
         flops = speed * self.flops * forecast_steps
         mfu = flops / self.peak / ranks if self.peak else None
         losses = (sums.losses / ranks).tolist()
