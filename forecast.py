@@ -47,10 +47,10 @@ def main(argv: list[str] | None = None) -> None:
     leads = agreement.raise_on_all_ranks(lambda: lead_times(config, frames.interval, options.lead_hours))
     wanted = options.dates or options.starts  # dates, or how many of them to choose
     starts = agreement.raise_on_all_ranks(lambda: choose_starts(frames, leads, wanted))
-    all_names, all_units, _ = frames.dataset.description
+    all_names, all_units, grid = frames.dataset.description
     names = all_names[: config.n_out_channels]
     units = dict(zip(names, all_units, strict=False))
-    others = agreement.on_main(lambda: {run: read_skill(run, starts, leads, units) for run in options.compare})
+    others = agreement.on_main(lambda: {run: read_skill(run, starts, leads, units, grid) for run in options.compare})
     channel = agreement.raise_on_all_ranks(lambda: shown_channel(names, options.channel))
 
     # The checkpoint, and whether it has seen these frames.

@@ -188,14 +188,15 @@ def test_a_run_of_some_of_the_channels_is_compared_in_these(run, tiny_settings, 
 
 
 @pytest.mark.parametrize(
-    ("units", "line"),
+    ("changed", "line"),
     [
-        ({"q500": "1"}, "its forecast has none of u10, v10, t2m, z500: compare runs that share channels"),
-        ({"u10": "m s-1", "t2m": "degC"}, "its t2m is in degC, not in K: compare runs of the same units"),
+        ({"units": {"q500": "1"}}, "its forecast has none of u10, v10, t2m, z500: compare runs that share channels"),
+        ({"units": {"u10": "m s-1", "t2m": "degC"}}, "its t2m is in degC, not in K: compare runs of the same units"),
+        ({"points": "8 x 8 points"}, "its forecast is of 8 x 8 points, not of 16 x 32 points from 90 N 0 E to "),
     ],
 )
-def test_forecasts_that_do_not_compare_are_refused(run, serial, tmp_path, units, line):
-    record = serial[0] | {"units": units}
+def test_forecasts_that_do_not_compare_are_refused(run, serial, tmp_path, changed, line):
+    record = serial[0] | changed
     other = tmp_path / "forecast"
     other.mkdir()
     (other / "skill.json").write_text(json.dumps(record))

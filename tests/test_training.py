@@ -217,6 +217,13 @@ def test_an_ensemble_starts_from_the_weights_of_a_single_forecast(run):
         torch.testing.assert_close(after[name], weight, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("model", ["tests.support.own_models:Deaf", "vit"])
+def test_members_that_are_equal_are_told_of(run, model):
+    told = run(model=model, loss="crps", ensemble_size=2, num_iters=2, warmup=0).log
+    are_equal = model != "vit"
+    assert (f"the 2 members of the ensemble are equal: what model {model} gives" in told) == are_equal
+
+
 def test_a_finished_run_shows_its_result_again(run, capsys):
     first = run()
     capsys.readouterr()

@@ -19,7 +19,7 @@ from training.results import HEADLINE
 from utils.errors import UsageError
 from utils.files import read_json, write_json
 from weather.climate_quantiles import QUANTILES
-from weather.grid import HOUR
+from weather.grid import HOUR, Grid
 from weather.time_axis import show
 
 
@@ -85,6 +85,7 @@ def _skill_record(
         "starts": starts,
         "lead_hours": result.leads,
         "units": units,
+        "points": describe_points(result.grid),
         **result.skill,
         **result.ensembles,
         "brier_quantiles": QUANTILES,
@@ -197,11 +198,12 @@ def read_skill(
     starts: Iterable[np.datetime64],
     leads: Sequence[int],
     units: Mapping[str, str],
+    grid: Grid,
 ) -> dict[str, Any]:
     """Read the skill of the forecast in a run's folder.
 
-    units: of the channels that it is compared in. Raises UsageError where its dates, lead times or units are others,
-    and where it forecasts none of the channels that a report tells of.
+    units: of the channels that it is compared in. Raises UsageError where its dates, lead times, points or units are
+    others, and where it forecasts none of the channels that a report tells of.
     """
     path = Path(run) / "forecast" / SKILL
     if not path.exists():
@@ -211,6 +213,13 @@ def read_skill(
     is_same = record.get("lead_hours") == list(leads) and record.get("starts") == dates
     if not is_same:
         raise UsageError(f"{path}: its forecast has other dates or lead times: compare those of the same options")
+    # An error is a mean over the points; files of before do not name theirs.
+    points = describe_points(grid)
+    points_of_run = record.get("points", points)
+    if points_of_run != points:
+        raise UsageError(
+            f"{path}: its forecast is of {points_of_run}, not of {points}: compare runs of the same points"
+        )
     of_run = record["units"]
     told = told_channels(list(units))
     if not any(name in of_run for name in told):
@@ -220,6 +229,14 @@ def read_skill(
         if of_run.get(name, unit) != unit:
             raise UsageError(f"{path}: its {name} is in {of_run[name]}, not in {unit}: compare runs of the same units")
     return record
+
+
+def describe_points(grid: Grid) -> str:
+    """The points of a grid by its size and corners: '32 x 64 points from 90 N 0 E to -84.4 N 354.4 E'."""
+    rows = len(grid.latitude)
+    columns = len(grid.longitude)
+    first, last = (f"{grid.latitude[end]:.5g} N {grid.longitude[end]:.5g} E" for end in (0, -1))
+    return f"{rows} x {columns} points from {first} to {last}"
 
 
 def told_channels(names: Sequence[str]) -> Sequence[str]:

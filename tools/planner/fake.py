@@ -9,6 +9,7 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -202,6 +203,15 @@ def receive_buffers(stages: Iterable[PipelineStage]) -> list[Any]:
     return [getattr(info, "buffer", None) for info in infos]
 
 
+@dataclass(eq=False)
+class Bucket:
+    """Gradients that are reduced in one message."""
+
+    flat: torch.Tensor  # (elements of all its gradients,)
+    parameters: list[nn.Parameter]
+    missing: int  # gradients that are not ready yet in this step
+
+
 class Replica(nn.Module):
     """A stand-in for DistributedDataParallel with the same memory and messages: the reducer in C++ needs data.
 
@@ -221,97 +231,109 @@ class Replica(nn.Module):
         super().__init__()
         self.module = module
         self.device = device
-        self.wanted = True
+        self.syncs = True  # no_sync() turns it off
         self.reducer = SimpleNamespace(prepare_for_backward=lambda outputs: None)  # which a pipeline calls
         self.group = comm.get_group("grad_reduce")
-        self.compressed = options.gradient_compression == "bf16"
-        self.fixed = bool(split.stages)  # DDP looks for unused parameters: the first order stays
+        self.is_compressed = options.gradient_compression == "bf16"
+        self.finds_unused = bool(split.stages)  # in every step, and then the buckets stay as they are
         self.limit = int(options.bucket_cap_mb * 2**20)
-        self.parameters_in_buckets: list[nn.Parameter] = []
+
+        # Frozen parameters, and those that are split over ranks, have no gradients to reduce.
+        reduced = []
         for name, parameter in module.named_parameters():
-            if name not in split.specs and parameter.requires_grad:  # DDP takes no frozen ones
-                self.parameters_in_buckets.append(parameter)
+            if name not in split.specs and parameter.requires_grad:
+                reduced.append(parameter)
         self.order: list[nn.Parameter] = []  # whose gradients are ready in this step
         self.unused: list[nn.Parameter] = []  # known after the first step
-        self.is_settled = False
-        self._fill(self.parameters_in_buckets)
-        for parameter in self.parameters_in_buckets:
+        self.is_first_step = True
+        self._make_buckets(reduced)
+        for parameter in reduced:
             parameter.register_post_accumulate_grad_hook(self._collect)
 
-    def _fill(self, parameters):
+    def _make_buckets(self, parameters):
+        self.parameters_in_buckets = parameters
+        self.buckets = []
+        self.bucket_of = {}
+        self.gradient_in = {}  # {parameter: its gradient, a view into its bucket}
+        # torch's own rule assigns parameters to buckets, so that messages have the sizes of a real run.
         are_sparse = [False] * len(parameters)
         grouped, _ = dist._compute_bucket_assignment_by_size(parameters, [self.limit], are_sparse)
-        # torch's own rule assigns parameters to buckets, so that messages have the sizes of a real run.
-        self.buckets = []
-        self.bucket_of = {}  # {parameter: (its bucket, the view that is its gradient)}
         for numbers in grouped:
             members = [parameters[i] for i in numbers]
-            flat = members[0].new_empty(sum(p.numel() for p in members))
-            views = torch._utils._unflatten_dense_tensors(flat, members)
-            bucket = {"flat": flat, "missing": len(members), "members": len(members)}
-            for parameter, view in zip(members, views, strict=True):
-                self.bucket_of[parameter] = bucket, view
+            elements = sum(p.numel() for p in members)
+            bucket = Bucket(members[0].new_empty(elements), members, missing=len(members))
+            views = torch._utils._unflatten_dense_tensors(bucket.flat, members)
             self.buckets.append(bucket)
+            for parameter, view in zip(members, views, strict=True):
+                self.bucket_of[parameter] = bucket
+                self.gradient_in[parameter] = view
 
     def forward(self, *args: Any) -> Any:
         """The output of the module."""
-        if self.order:  # of a step that is over, in which some parameters had no gradient
-            self._settle()
+        # The last step is over where some parameters had no gradient in it.
+        if self.order:
+            self._end_step()
         return self.module(*args)
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Inside, gradients are added up without a reduction."""
-        return patch.object(self, "wanted", False)
+        return patch.object(self, "syncs", False)
 
     @torch.no_grad()
     def _collect(self, parameter):
-        _, view = self.bucket_of[parameter]
-        if storage_id(parameter.grad) != storage_id(view):
+        """After the gradient of a parameter is there: put it into its bucket, and reduce the bucket once it is full."""
+        view = self.gradient_in[parameter]
+        is_in_bucket = storage_id(parameter.grad) == storage_id(view)
+        if not is_in_bucket:
             parameter.grad = view.copy_(parameter.grad)
-        if not self.wanted:
+        if not self.syncs:
             return
         # The first gradient of a step: parameters without use are ready by then.
         if not self.order:
             for unused in self.unused:
-                self._is_ready(unused)
+                self._mark_ready(unused)
         self.order.append(parameter)
-        self._is_ready(parameter)
-        if len(self.order) + len(self.unused) < len(self.parameters_in_buckets):
+        self._mark_ready(parameter)
+
+        are_all_ready = len(self.order) + len(self.unused) == len(self.parameters_in_buckets)
+        if not are_all_ready:
             return
-        if self.fixed:  # which parameters were used, of all ranks
+        if self.finds_unused:  # the ranks tell each other which parameters they used
             used = torch.zeros(len(self.parameters_in_buckets), dtype=torch.int32, device=self.device)
             dist.all_reduce(used, group=self.group)
-        self._settle()
+        self._end_step()
 
-    def _is_ready(self, parameter):
-        bucket, _ = self.bucket_of[parameter]
-        bucket["missing"] -= 1
-        if not bucket["missing"]:
+    def _mark_ready(self, parameter):
+        bucket = self.bucket_of[parameter]
+        bucket.missing -= 1
+        if not bucket.missing:
+            bucket.missing = len(bucket.parameters)  # of the next step
             self._reduce(bucket)
 
     @torch.no_grad()
-    def _settle(self):
-        """At the end of a step: after the first one the buckets hold the parameters in the order of that step."""
+    def _end_step(self):
+        """After the first step make the buckets again, in the order of that step."""
         order = self.order
         self.order = []
-        if self.fixed or self.is_settled:
+        is_settled = self.finds_unused or not self.is_first_step
+        self.is_first_step = False
+        if is_settled:
             return
-        self.is_settled = True
         ready = set(order)
         self.unused = [parameter for parameter in self.parameters_in_buckets if parameter not in ready]
-        settled = [*order, *self.unused]
-        if list(map(id, settled)) == list(map(id, self.parameters_in_buckets)):
+        parameters = [*order, *self.unused]
+        is_same_order = list(map(id, parameters)) == list(map(id, self.parameters_in_buckets))
+        if is_same_order:
             return
-        filled = self.bucket_of
-        self.parameters_in_buckets = settled
-        self._fill(settled)
-        for own in order:  # this step's gradients
-            if own.grad is not None:
-                own.grad = self.bucket_of[own][1].copy_(filled[own][1])
+        # The gradients of this step move into the new buckets.
+        old_gradients = self.gradient_in
+        self._make_buckets(parameters)
+        for parameter in order:
+            if parameter.grad is not None:
+                parameter.grad = self.gradient_in[parameter].copy_(old_gradients[parameter])
 
     def _reduce(self, bucket):
-        bucket["missing"] = bucket["members"]
-        sent = bucket["flat"].bfloat16() if self.compressed else bucket["flat"]
+        sent = bucket.flat.bfloat16() if self.is_compressed else bucket.flat
         dist.all_reduce(sent, group=self.group)
-        if self.compressed:
-            bucket["flat"].copy_(sent)
+        if self.is_compressed:
+            bucket.flat.copy_(sent)

@@ -266,7 +266,7 @@ class _StepObserver:
         flat = []
         for module in self.called:
             if isinstance(module, Replica):
-                flat += [bucket["flat"] for bucket in module.buckets]
+                flat += [bucket.flat for bucket in module.buckets]
         return flat
 
     def fsdp_units(self) -> list[nn.Module]:

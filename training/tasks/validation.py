@@ -1,5 +1,6 @@
 """Scores of forecasts on the validation data: of single forecasts, and of the members of an ensemble."""
 
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
@@ -22,7 +23,10 @@ from utils.schema import Config
 from weather.dataset import FieldDataset
 from weather.statistics import Statistics
 
+log = logging.getLogger(__name__)
+
 PICTURED = ("u10", "z500")
+ROUNDING = 1e-5  # spread of members, by their error, that may come from the order of sums alone
 
 
 class ForecastValidator(Validator):
@@ -206,6 +210,15 @@ class EnsembleValidator(ForecastValidator):
         of_ensembles = self.ensembles.compute()
         for name in ("crps", "spread", "spread_skill"):
             scores[name] = self._by_channel(getattr(of_ensembles, name))
+        # They would train to the end as one forecast, at the price of several.
+        are_equal = of_ensembles.spread_skill < ROUNDING
+        if are_equal.all():
+            log.warning(
+                "the %d members of the ensemble are equal: what model %s gives does not depend on its noise, the "
+                "second argument of its forward",
+                self.config.ensemble_size,
+                self.config.model,
+            )
         return scores
 
     def score_members(self, prediction: Tensor, target: Tensor) -> None:

@@ -95,31 +95,23 @@ def locate(
     in a split dimension.
     """
     spec = x.spec
-
-    # Each item gives the axes of a dimension of the selection, and an item of the index into this rank's part.
     dims: list[Axes] = []  # of the selection
     local_index: list[Any] = []
-    is_here = True  # whether this rank holds the selected rows
-    # A selected row adds mesh dimensions over which the result is a sum.
     partial = list(spec.partial)
-    index_shapes: list[torch.Size] = []  # of tensors of indices
-    index_places: list[int] = []  # of tensors of indices, among the items that are no numbers
-    first_indexed = 0  # dimension of the selection at which the first tensor of indices stands
+    is_here = True  # whether this rank holds the selected rows
     dim = 0  # of x, at which the item stands
     for item in items:
         if item is None:
             dims.append(())
-        elif isinstance(item, slice):
-            axes, item = _sliced(func, x, dim, item)
+            local_index.append(None)
+            continue
+        if isinstance(item, slice):
+            axes, own = _sliced(func, x, dim, item)
             dims.append(axes)
         elif isinstance(item, Tensor):
             if spec.is_split(dim):
                 raise no_rule(func, (x,), {}, f"a tensor of indices, and dimension {dim} is split")
-            if not index_shapes:
-                first_indexed = len(dims)
-            index_shapes.append(item.shape)
-            not_numbers = [i for i in local_index if not isinstance(i, int)]
-            index_places.append(len(not_numbers))
+            own = item
         else:
             size = spec.shape[dim]
             if not -size <= item < size:
@@ -128,20 +120,29 @@ def locate(
             partial += mesh_dims_of(spec.dims[dim])
             place = _place(spec, dim, item % size)
             is_here = is_here and place is not None
-            item = place or 0
-        local_index.append(item)
-        dim += item is not None
+            own = place or 0
+        local_index.append(own)
+        dim += 1
 
-    # Tensors of indices broadcast against each other; the dimensions of their result replace the first indexed one.
+    # Tensors of indices broadcast against each other, and the dimensions of their result stand in their place.
+    index_shapes = [item.shape for item in items if isinstance(item, Tensor)]
     if index_shapes:
-        # As in numpy, these dimensions come first if the tensors do not stand side by side.
-        are_adjacent = index_places[-1] - index_places[0] < len(index_places)
-        if not are_adjacent:
-            first_indexed = 0
+        first = _first_indexed_dim(items)
         new_shape = torch.broadcast_shapes(*index_shapes)
-        dims[first_indexed:first_indexed] = map(unsplit_axes, new_shape)
+        dims[first:first] = map(unsplit_axes, new_shape)
     selection = spec.with_dims(dims, tuple(sorted(partial)))
     return selection, tuple(local_index) if is_here else None
+
+
+def _first_indexed_dim(items: Sequence[Any]) -> int:
+    """The dimension of the selection at which the result of its tensors of indices begins.
+
+    It is that of the first tensor; as in numpy it is 0 where tensors do not stand side by side.
+    """
+    of_dims = [item for item in items if not isinstance(item, int)]  # a number leaves no dimension
+    places = [place for place, item in enumerate(of_dims) if isinstance(item, Tensor)]
+    are_adjacent = places[-1] - places[0] < len(places)
+    return places[0] if are_adjacent else 0
 
 
 def index_items(func: Callable, x: ShardTensor, index: Any) -> list[Any]:

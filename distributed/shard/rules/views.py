@@ -132,7 +132,9 @@ def flatten(
         return reshaped_spec(func, x, [*before, length, *behind])
 
     new, cut = x.spec.derived(("flatten", start_dim, end_dim), flattened)
-    return in_shape(func, x, new, cut)
+    if cut:
+        return in_shape(func, x, new, cut)
+    return wrap_result(x.flatten(start_dim, end_dim), new)
 
 
 @rule(*named("unflatten"))
