@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import sys
 from contextlib import closing
 
 import h5py
@@ -104,6 +105,19 @@ def test_dates_are_those_that_the_file_states(tmp_path, stated):
     np.testing.assert_array_equal(file_times(years.files[0]), expected)
     np.testing.assert_array_equal(years.dates([0, 3], 1)[:, 0], expected[[0, 3]])
     assert len(years) == FRAMES - 1
+
+
+@pytest.mark.parametrize("stated", [name for name in STATED if name != "no leap days"])
+def test_dates_of_the_standard_calendar_need_no_cftime(tmp_path, stated, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cftime", None)  # to import it fails
+    test_dates_are_those_that_the_file_states(tmp_path, stated)
+
+
+def test_dates_of_another_calendar_need_cftime(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cftime", None)
+    arrays, _ = STATED["no leap days"]
+    with refusal("its time has the calendar 'noleap', for which cftime is needed: pip install cftime"):
+        dataset(write(tmp_path / "years", **arrays))
 
 
 REFUSED = {

@@ -153,8 +153,6 @@ def _dates_of_numbers(
     where: str,
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """(dates in us, elapsed seconds, seconds in a unit) of numbers (T,) in units such as 'hours since 1900-01-01'."""
-    import cftime  # data without a time need none
-
     # Dates of other calendars, such as 30 February, are no dates of ours.
     has_leapless_calendar = calendar in LEAPLESS_CALENDARS
     if not has_leapless_calendar and calendar not in STANDARD_CALENDARS:
@@ -162,22 +160,49 @@ def _dates_of_numbers(
             f"{where} has the calendar '{calendar}', whose dates are not all days of the standard one: convert it "
             "(xarray: ds.convert_calendar('standard', align_on='year'))"
         )
-    first, one_later = cftime.num2date([values[0], values[0] + 1], units, calendar)
+    of_a_unit = np.array([values[0], values[0] + 1])
+    first, one_later = _dates_by_cf(of_a_unit, units, calendar, where)
     # From the first date on seconds are counted, which loses no precision far from the origin of the units.
-    unit = (one_later - first).total_seconds()
+    unit = (one_later - first) / np.timedelta64(1, "s")
     elapsed = (values - values[0]) * unit
     if has_leapless_calendar:
-        cf_dates = cftime.num2date(values, units, calendar)
-        dates = np.array([_as_datetime64(date) for date in cf_dates])
+        dates = _dates_by_cf(values, units, calendar, where)
     else:
         later = np.round(elapsed * 1e6).astype("timedelta64[us]")
-        dates = _as_datetime64(first) + later
+        dates = first + later
     return dates, elapsed, unit
 
 
-def _as_datetime64(date: Any) -> np.datetime64:
-    """A date of cftime, to the microsecond."""
-    return np.datetime64(date.isoformat(), "us")
+def _dates_by_cf(
+    numbers: np.ndarray,
+    units: str,
+    calendar: str,
+    where: str,
+) -> np.ndarray:
+    """The dates, (T,) datetime64[us], of numbers (T,) in units of the CF conventions.
+
+    cftime knows all calendars; without it xarray reads dates of the standard one. Raises ValueError for units that are
+    none.
+    """
+    try:
+        import cftime  # data without a time need none
+    except ImportError:
+        if calendar in LEAPLESS_CALENDARS:
+            raise UsageError(
+                f"{where} has the calendar '{calendar}', for which cftime is needed: pip install cftime"
+            ) from None
+        return _standard_dates(numbers, units)
+    dates = cftime.num2date(numbers, units, calendar)
+    return np.array([np.datetime64(date.isoformat(), "us") for date in dates])
+
+
+def _standard_dates(numbers: np.ndarray, units: str) -> np.ndarray:
+    """As _dates_by_cf, by xarray."""
+    import xarray  # slow to import
+
+    attributes = {"units": units, "calendar": "proleptic_gregorian"}
+    encoded = xarray.Dataset({"time": ("time", numbers, attributes)})
+    return xarray.decode_cf(encoded)["time"].values.astype("datetime64[us]")
 
 
 def _elapsed(dates: np.ndarray) -> np.ndarray:
