@@ -45,7 +45,7 @@ PARITY = {"global_batch_size": 12, "depth": 2, "optimizer": "AdamW", "num_iters"
 VARIANTS = {
     "plain": {},
     "accumulation": {"gradient_accumulation": 3},
-    "clipping": {"clip_grad_norm": 0.1},
+    "clipping": {"clip_grad_norm": 0.01},
     "recomputation": {"activation_checkpointing": "full"},
     "selective recomputation of every 2nd block": {
         "activation_checkpointing": "selective",
@@ -143,7 +143,7 @@ def test_three_ranks_split_parameters_unevenly(ranks, tiny_config, strategy):
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow("half precision on four ranks"))])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_mixed_precision_equals_mixed_precision_on_one_device(ranks, tiny_config, size, strategy, amp_mode):
-    options = PARITY | {"amp_mode": amp_mode, "clip_grad_norm": 0.1}
+    options = PARITY | {"amp_mode": amp_mode, "clip_grad_norm": 0.01}
     _, own = ranks_and_options(layout(strategy, size))
     serial, config = train_serially(tiny_config, options, 10), tiny_config(**options, **own)
     assert_nearly_same_training(ranks(size, train, config), serial, config, tolerance=0.02)
@@ -184,7 +184,7 @@ def test_two_half_precisions_are_not_mixed(tiny_config, amp_mode, gather_dtype):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_only_weights_that_data_parallelism_leaves_alone_are_trained(ranks, tiny_config, strategy):
-    options = PARITY | {"freeze": ["*", "!pos_embed*"], "clip_grad_norm": 0.1}
+    options = PARITY | {"freeze": ["*", "!pos_embed*"], "clip_grad_norm": 0.01}
     check_training(ranks, tiny_config, "domain2", options, 4, data_parallel=strategy)
 
 

@@ -6,18 +6,20 @@ import re
 import shutil
 import signal
 import socket
+import threading
 import time
 from functools import cache
 
 import h5py
 import psutil
 import pytest
+from torch.distributed import HashStore
 
 from tests.conftest import words_of
 from tests.support.launch import losses, rank_pids, summary, torchrun, wait_for
 from tests.support.programs import finish, run_ranks, start_ranks
 from tests.support.workers import free_port
-from utils import connection
+from utils import connection, rank_failure
 from utils.launch import Launch
 
 COMMON = {"num_iters": 150, "checkpoint_every": 20, "validate_every": 4, "num_data_workers": 1}
@@ -119,6 +121,24 @@ def test_settings_that_only_one_rank_cannot_read_end_all_and_name_the_rank(tiny_
     statuses, output = finish_all(start_ranks(words, ranks=3))
     assert statuses == [2] * 3 and time.monotonic() - began < 60  # not --comm_timeout
     assert output.count("\n") == 1 and output.startswith(f"error: rank {failing}: config/ViT.yaml: no config 'qick'")
+
+
+def test_rank_0_stays_until_no_other_rank_looks_into_its_store(monkeypatch):
+    """torch prints a stack of C++ on a rank that looks into a store that is gone."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    store = HashStore()
+    first, second = (rank_failure.FailureListener(store, rank, 2) for rank in range(2))
+    ending = threading.Thread(target=first._wait_for_others, daemon=True)
+    ending.start()
+    store.add(rank_failure.KNOWN, 1)  # the second rank knows that all shall end, and is slow to look again
+    assert rank_failure.wait_until(lambda: store.check([rank_failure.END]), 10)
+    ending.join(0.5)
+    assert ending.is_alive()
+    second._wait_for_others()
+    ending.join(10)
+    assert not ending.is_alive()
+    for listener in (first, second):
+        listener.stop(10)
 
 
 def test_a_rank_that_cannot_tell_the_others_says_what_is_wrong_itself(tiny_options):

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import time
+import zlib
 
 from tests.support import forked
 from tests.support.refusals import refusal
@@ -83,6 +84,22 @@ def test_processes_that_write_at_once_and_are_killed_keep_the_bound_and_whole_en
     assert 0 < largest <= limit and size_of(tmp_path) <= limit
     fill(tmp_path, limit, 0, 400)
     assert size_of(tmp_path) <= limit
+
+
+def test_room_that_is_booked_and_not_written_yet_is_not_given_away(tmp_path, monkeypatch):
+    """Another process counts all files while an entry of 4,000 bytes is on its way."""
+    limit, checksum = 10_000, zlib.crc32
+    slow, other = (NodeCache(tmp_path, limit / GIB) for _ in range(2))
+
+    def interrupted(content):
+        monkeypatch.undo()
+        for name in "bcdef":
+            other.put(name, b"x" * 1_900)
+        return checksum(content)
+
+    monkeypatch.setattr("utils.node_cache.zlib.crc32", interrupted)
+    slow.put("a", b"x" * 4_000)
+    assert slow.get("a") and slow.get("f") and size_of(tmp_path) <= limit
 
 
 def test_a_folder_that_cannot_be_used_is_refused_and_a_full_disk_is_said_once(tmp_path, monkeypatch, caplog):

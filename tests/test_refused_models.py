@@ -245,7 +245,12 @@ def test_a_model_that_compiles_a_layer_itself_is_not_split(ranks, tiny_config):
 
 
 def test_a_function_that_a_model_compiles_itself_is_named_by_its_place(ranks, tiny_config):
-    for line in ranks(2, fails, tiny_config(**SIZES, model=f"{HERE}:CompiledFunction", domain_parallel=2)):
+    options = SIZES | {"model": f"{HERE}:CompiledFunction"}
+    lines = ranks(2, fails, tiny_config(**options, domain_parallel=2))
+    if not any(lines):  # torch 2.11 traces into the rules of ShardTensor
+        check_in_double(ranks, tiny_config, "domain2", options)
+        return
+    for line in lines:
         assert "UsageError: a function is compiled by the model itself (test_refused_models.py, line" in line
 
 

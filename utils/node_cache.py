@@ -74,10 +74,10 @@ class NodeCache:
         path = self._path(name)
         partial = path.with_name(f"{PARTIAL}{uuid.uuid4().hex}")
         try:
-            # A process that is killed behind this line has booked too much, which the next look at all files mends.
-            self._book(size)
             path.parent.mkdir(exist_ok=True)
-            with open(partial, "wb") as file:
+            # A process that is killed behind this line has booked too much, which the next look at all files mends.
+            self._book(size, partial)
+            with open(partial, "r+b") as file:
                 file.write(HEADER.pack(FORMAT, zlib.crc32(content), len(content)))
                 file.write(content)
             partial.replace(path)
@@ -103,12 +103,15 @@ class NodeCache:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _book(self, size: int) -> None:
-        """Count an entry before it is there, and remove others where it would be too much."""
+    def _book(self, size: int, partial: Path) -> None:
+        """Count an entry before it is written to `partial`, and remove others where it would be too much."""
         with self._locked():
             total = self._total()
             if total is None or total + size > self.limit:
                 total = self._make_room(size)
+            # The file has its size from now on: whoever looks at all files counts it too.
+            with open(partial, "wb") as file:
+                file.truncate(size)
             self._set_total(total + size)
 
     def _make_room(self, size: int) -> int:

@@ -36,10 +36,11 @@ from utils.files import whole_file
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# Keys of the store: the error, the number of ranks that know it, whether all shall end now.
+# Keys of the store: the error, the number of ranks that know it, whether all shall end now, the number that are ending.
 FIRST_FAILURE = "first_failure"
 KNOWN = "known"
 END = "end"
+LEFT = "left"
 LOST = "the loss of rank 0"
 POLL_SECONDS = 0.5
 SHORT_POLL_SECONDS = 0.05
@@ -121,11 +122,13 @@ class FailureListener:
             self.store.add(KNOWN, 1)
             if self.rank > 0:
                 wait_until(lambda: self.store.check([END]), FAREWELL_SECONDS)
-            else:
-                wait_until(lambda: self.store.add(KNOWN, 0) >= self.world_size, FAREWELL_SECONDS)
-                self.store.set(END, "")
-                if not agent_has_store():
-                    time.sleep(3 * SHORT_POLL_SECONDS)  # it lives in this rank, and the others look once more
+                self.store.add(LEFT, 1)
+                return
+            wait_until(lambda: self.store.add(KNOWN, 0) >= self.world_size, FAREWELL_SECONDS)
+            self.store.set(END, "")
+            # It may live in this rank: torch prints a stack of C++ on ranks that look once more when it is gone.
+            if not agent_has_store():
+                wait_until(lambda: self.store.add(LEFT, 0) == self.world_size - 1, FAREWELL_SECONDS)
 
     def _listen(self) -> None:
         with contextlib.suppress(RuntimeError):  # rank 0 is gone: the collectives will notice

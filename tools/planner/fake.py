@@ -30,7 +30,7 @@ from distributed import attention
 from distributed.collectives import shard_sizes
 from distributed.data_parallel import DataParallelOptions
 from distributed.split import Split
-from tools.planner.fake_norms import norm_kernels
+from tools.planner.fake_kernels import kernels_with_statistics
 from utils import comm
 from utils.layout import Layout
 from utils.schema import Config
@@ -75,12 +75,12 @@ def fake_rank(
         stack.enter_context(patch("distributed.data_parallel.replicate", Replica))
         stack.enter_context(patch("torch.distributed.pipelining.stage.DistributedDataParallel", Replica))
         forget_other_kernels(device_type)
-        norms = norm_kernels(device_type)
-        stack.enter_context(patch.dict(op_implementations_dict, norms))
+        kernels = kernels_with_statistics(device_type)
+        stack.enter_context(patch.dict(op_implementations_dict, kernels))
         # A decomposition would come before an implementation.
         stack.enter_context(patch.dict(decomposition_table))
-        for norm in norms:
-            decomposition_table.pop(norm, None)
+        for operation in kernels:
+            decomposition_table.pop(operation, None)
         stack.enter_context(patch("torch.optim.adam._get_value", lambda value: 1.0))  # it reads the number of steps
         if device_type != "cpu":
             kernel = partial(_gpu_kernel, attention.kernel)
@@ -191,6 +191,8 @@ def pipeline_shapes(config: Config, layout: Layout) -> Iterator[None]:
 
     with (
         patch("distributed.pipeline.PipelineStage", stage),
+        # Torch 2.11 sends a number as a run begins, so that neighbours connect: no message of a step.
+        patch.object(PipelineStage, "_get_init_p2p_neighbors_ops", lambda _: [], create=True),
         # Torch 2.11 compares the outputs with the shapes above, and their types too, which autocast decides.
         patch.object(PipelineStage, "_validate_fwd_outputs", lambda *_: None, create=True),
     ):

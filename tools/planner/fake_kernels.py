@@ -1,7 +1,8 @@
-"""Norms of fake tensors, whose statistics have the type that kernels give them.
+"""Operations on fake tensors, whose statistics have the type that kernels give them.
 
-torch's own stand-ins have the mean and the deviation in the type of x. Kernels have them in float32 on a GPU, and on a
-CPU where the weights are: under autocast, x has two bytes a number and the weights four.
+torch's own stand-ins for norms have the mean and the deviation in the type of x. Kernels have them in float32 on a GPU,
+and on a CPU where the weights are: under autocast, x has two bytes a number and the weights four. In torch 2.11 the
+stand-in for attention on a CPU has its sums in float32, where the kernel has those of float64 in float64.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 aten = torch.ops.aten
 
 
-def norm_kernels(device_type: str) -> dict[Any, Callable[..., Any]]:
+def kernels_with_statistics(device_type: str) -> dict[Any, Callable[..., Any]]:
     """{operation: what computes it on fake tensors} for a device of this type."""
     batch_norm = partial(_batch_norm, device_type)
     return {
@@ -21,6 +22,7 @@ def norm_kernels(device_type: str) -> dict[Any, Callable[..., Any]]:
         aten.native_group_norm.default: partial(_group_norm, device_type),
         aten.native_batch_norm.default: batch_norm,
         aten._native_batch_norm_legit.default: batch_norm,
+        aten._scaled_dot_product_flash_attention_for_cpu.default: _cpu_attention,
     }
 
 
@@ -55,3 +57,13 @@ def _with_statistics(device_type, out, x, weight, shape):
     mean = x.new_empty(shape, dtype=dtype)
     rstd = x.new_empty(shape, dtype=dtype)
     return out, mean, rstd
+
+
+def _cpu_attention(mode, func, query, key, value, *args, **kwargs):
+    """(output, logarithms of the sums of weights) of queries (B, heads, N, D): (B, heads, N, D) and (B, heads, N)."""
+    samples, heads, count, _ = query.shape
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    with mode:
+        out = torch.empty_like(query)
+        sums = query.new_empty((samples, count, heads), dtype=dtype).transpose(1, 2)
+    return out, sums
