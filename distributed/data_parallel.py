@@ -257,13 +257,15 @@ def _share_out_and_allocate(
 
 
 def check_types(model: nn.Module, options: DataParallelOptions) -> None:
-    """Raise LayoutError, naming a weight, where a strategy cannot share out weights of its type."""
+    """Raise LayoutError, naming a weight, where a strategy cannot share out weights of its type, or empty ones."""
     if options.data_parallel == "ddp" or comm.get_size("grad_reduce") == 1:
         return
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     for name, parameter in trained:
         if parameter.is_complex():
             raise LayoutError(f"{options.data_parallel} cannot share out the complex weight '{name}': use ddp")
+        if options.data_parallel != "zero1" and not parameter.numel():
+            raise LayoutError(f"{options.data_parallel} cannot share out '{name}', which has no elements: use ddp")
         first, other = trained[0]
         if options.data_parallel == "zero1" and parameter.dtype != other.dtype:
             first_type = str(other.dtype).removeprefix("torch.")

@@ -153,9 +153,11 @@ class _Watch:
             stack.enter_context(patch.object(CheckpointFunction, "forward", staticmethod(counted)))
             # Inside a function that ShardTensor has a rule for, no mode is told.
             stack.enter_context(patch.object(F, SDPA.__name__, attended))
-            # Nothing goes back, so nothing is kept.
-            keeps_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
-            stack.enter_context(keeps_nothing)
+            # Nothing goes back, so nothing is kept. On the meta device it would take no memory, and a model that asks
+            # for gradients inside of its forward pass needs it.
+            if not inputs[0].is_meta:
+                keeps_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
+                stack.enter_context(keeps_nothing)
             stack.enter_context(torch.enable_grad())
             counter = stack.enter_context(FlopCounterMode(display=False))
             stack.enter_context(_Functions(self))

@@ -149,7 +149,17 @@ def at_one_level(data):
     return data.assign(t=data.t2m.expand_dims(level=[500.0, 850.0], axis=1).drop_attrs())
 
 
+def of_forecasts(dimension, values):
+    return lambda data: data.assign(t=data.t2m.expand_dims({dimension: values}, axis=1).drop_attrs())
+
+
 REFUSALS = {
+    "lead times": (
+        of_forecasts("step", np.array([0, 6], "timedelta64[h]")),
+        ("t",),
+        r"its dimension 'step' has lead times of a forecast.*ds.isel\(step=0\)\), dated time \+ step",
+    ),
+    "members": (of_forecasts("number", [0, 1]), ("t",), "its dimension 'number' has members of an ensemble"),
     "an unknown variable": (None, ("t2m", "uu10"), r"has no variable 'uu10' \(did you mean 'u10'\?\); it holds t2m"),
     "none of them": (None, ("precipitation",), "holds none of precipitation; it has t2m, u10, swh"),
     "a level that is not there": (at_one_level, ("t:250",), "t has no level 250: it has 500, 850"),

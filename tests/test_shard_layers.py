@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from distributed.shard.spec import part_of
 from distributed.shard_tensor import ShardTensor, local
+from tests.support.marks import needs_torch
 from tests.support.parity import error
 from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, evaluate, messages, split
 from training.losses import relative_l2
@@ -153,6 +154,7 @@ def compiled(function, x, shapes):
         assert error(w.grad, gradient) < 1e-5
 
 
+@needs_torch((2, 13), "cannot trace the rules of ShardTensor")
 @pytest.mark.slow("what the compiler makes of the rules")
 def test_rules_compile_in_one_graph(ranks):
     ranks(2, compiled, of_any_rule, X((2, 4, 6, 7), (3,), {0: (3, 4)}), [(7,), (7,)])

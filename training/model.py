@@ -10,6 +10,7 @@ that it comes out as its author meant.
 
 import copy
 import fnmatch
+import functools
 import hashlib
 import importlib
 import inspect
@@ -82,10 +83,13 @@ def freeze(model: nn.Module, config: Config) -> None:
             )
         for name in matching:
             names[name].requires_grad_(pattern.startswith("!"))
-    if not any(parameter.requires_grad for parameter in names.values()):
+    if any(parameter.requires_grad for parameter in names.values()):
+        return
+    if config.freeze:
         raise UsageError(
             f"{config.config}: freeze {config.freeze} leaves no parameter of model {config.model} to train"
         )
+    raise UsageError(f"{config.config}: model {config.model} has no weight with requires_grad: nothing can be trained")
 
 
 def check_matrices(model: nn.Module, config: Config) -> None:
@@ -151,10 +155,35 @@ def _builder(config):
         tensors = *model.parameters(), *model.buffers()
         if any(is_lazy(tensor) for tensor in tensors):
             complete(model, config)
+        check_weights(model, config)
         check_registered(model, config)
         return model
 
     return build
+
+
+def check_weights(model: nn.Module, config: Config) -> None:
+    """Raise UsageError for weights that cannot be moved, split or trained as those of other models are."""
+    where = f"{config.config}: model {config.model}"
+    is_in_memory = not torch.empty(0).is_meta  # where the context puts tensors that name no device
+    for name, weight in model.named_parameters():
+        if weight.layout != torch.strided:
+            raise UsageError(f"{where}: the weight '{name}' is sparse, and none is trained so: make it dense")
+        if weight.is_meta and is_in_memory:
+            raise UsageError(f"{where}: the weight '{name}' is made on the meta device and has no values: leave it out")
+        # Weights are made anew on their device, and in parts: hooks would stay behind.
+        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+            raise UsageError(
+                f"{where}: the weight '{name}' has a hook on its gradient, which would not be called: change what "
+                "the forward pass makes of it instead (freeze keeps whole weights as they are)"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UsageError(
+                f"{where}: '{name}' is made by torch.jit, whose weights cannot be moved or split: use the module itself"
+            )
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise UsageError(f"{where}: '{name}' has sparse gradients, which no rank reduces or clips: sparse=False")
 
 
 def check_registered(model: nn.Module, config: Config) -> None:
@@ -167,23 +196,44 @@ def check_registered(model: nn.Module, config: Config) -> None:
                 f"{type(part).__name__}, whose weights nothing would train or save: use nn.ModuleList, nn.ModuleDict "
                 "or nn.ParameterList"
             )
+    # Weights are made anew on their device, and in parts: what a list holds would stay what it was.
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    for place, kind, part in _held(model):
+        if id(part) in names:
+            raise UsageError(
+                f"{config.config}: model {config.model}: '{place}' is a plain {kind} that holds the weight "
+                f"'{names[id(part)]}' too, and would keep what it was at first: look the weight up in the forward pass"
+            )
 
 
 def _unregistered(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
     """(name of an attribute, type of its value, part of it): what modules hold that PyTorch does not know of."""
     known_parts = *model.modules(), *model.parameters(), *model.buffers()
     registered = {id(part) for part in known_parts}
+    for place, kind, part in _held(model):
+        if id(part) not in registered:
+            yield place, kind, part
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """As _unregistered, of all that modules hold as attributes of Python."""
     internal = vars(nn.Module()).keys()
     for prefix, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):  # what it holds is torch's
+            continue
+        is_recurrent = isinstance(module, nn.RNNBase)  # torch keeps its list of weights up to date
         for name, value in vars(module).items():
-            if name in internal:
+            if name in internal or (is_recurrent and name == "_flat_weights"):
                 continue
             place = f"{prefix}.{name}" if prefix else name
-            # torch's walk through containers does not look into sets.
-            container = list(value) if isinstance(value, set | frozenset) else value
+            # torch's walk through containers looks into neither of these.
+            container = value
+            if isinstance(value, set | frozenset):
+                container = list(value)
+            elif isinstance(value, functools.partial):
+                container = [value.args, value.keywords]
             for part in tree_leaves(container):
-                if id(part) not in registered:
-                    yield place, type(value).__name__, part
+                yield place, type(value).__name__, part
 
 
 def arguments_of(Model: Callable[..., Any]) -> tuple[set[str], bool]:
@@ -259,10 +309,18 @@ def model_class(name: str) -> Callable[..., nn.Module]:
         raise UsageError(
             f"model '{name}'{nearest(name, MODELS)}: give one of {', '.join(MODELS)}, or package.module:Class"
         )
+    before = torch.get_default_dtype(), torch.is_grad_enabled()
     try:
-        return getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(module), attribute)
     except Exception as error:
         raise UsageError(f"model '{name}': cannot be imported: {_in_one_line(error)}") from error
+    # The data and all other models of this process would follow it.
+    if before != (torch.get_default_dtype(), torch.is_grad_enabled()):
+        raise UsageError(
+            f"model '{name}': {module} calls torch.set_default_dtype or torch.set_grad_enabled where it is imported, "
+            "for the whole program: give layers their dtype, and use a context of torch.no_grad()"
+        )
+    return found
 
 
 class ModelInfo(NamedTuple):

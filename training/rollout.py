@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from distributed.collectives import at_least_float32
+from utils.errors import UsageError
 from utils.schema import Config, count_forcings
 
 Network = Callable[..., Tensor]  # of an image and, in an ensemble, of noise
@@ -78,7 +79,13 @@ class Rollout:
             is_last = step == count - 1
             call = last if last and is_last else network
             beside = () if noise is None else (noise[:, step],)  # (B, K)
+            version = frames._version
             output = call(self.inputs(frames, x, step), *beside)
+            is_needed = self.change_scale is not None or self.channels > self.n_in
+            if is_needed and frames._version != version:
+                raise UsageError(
+                    "the model writes to its input, of which the next state is made: let it begin with x = x.clone()"
+                )
             state = self.next_state(frames, output)  # (B, n_out, h, w)
             yield state
             frames = self.moved_on(frames, state)

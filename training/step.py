@@ -76,6 +76,7 @@ class TrainingStep:
         self.scaler.scale(torch.zeros((), device=device))  # its state exists from here on, also where no loss is made
         for stage in parallel.split.stages:  # the pipeline calls them, forward and backward in turns
             transform_forward(stage, self.autocast())
+        parallel.model.train()  # from the first step on, as after a validation
         self.average = AveragedWeights(parallel.model, config.ema) if config.ema is not None else None
         self.captured: dict[torch.Size, CapturedStep] = {}  # by the target's shape: one for each length of a rollout
         self.streams = RandomStreams(config.seed, config.sequence_parallel)

@@ -22,6 +22,11 @@ def storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is one of many inside of torch.vmap."""
+    return torch._C._functorch.is_batchedtensor(tensor)
+
+
 def flattened(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
     """The mesh of one dimension with all ranks of a mesh of several."""
     return mesh._flatten(name)

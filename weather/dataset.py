@@ -73,6 +73,7 @@ class FieldDataset:
             self.check_like(self)
             self.axes = [read_time_axis(file) for file in self.files]
             self._share_steps()
+            self._check_copies()
         except UsageError:
             self.close()
             raise
@@ -261,6 +262,17 @@ class FieldDataset:
             if short is not None and len(short.dates) < FEW_FRAMES:
                 self.axes[number] = replace(short, stated_step=first_axis.step)
 
+    def _check_copies(self) -> None:
+        """Raise UsageError where two files have the same dates and the same first frame: one is a copy."""
+        known: dict[Any, YearFile] = {}
+        for file, axis in zip(self.files, self.axes, strict=True):
+            if axis is None:
+                continue
+            earlier = known.setdefault((axis.dates[0], file.shape), file)
+            # Members of an ensemble have the same dates, and other values.
+            if earlier is not file and _have_same_start(earlier, file):
+                raise UsageError(f"{file.path}: holds the frames of {earlier.path} once more: move one of them away")
+
     def _sample_starts(self, file: YearFile, axis: TimeAxis | None) -> np.ndarray:
         """The first frames of the samples of a file. Raises UsageError where gaps in time leave none."""
         if axis is None:
@@ -272,3 +284,15 @@ class FieldDataset:
             self.close()
             raise UsageError(f"{file.path}: has {axis.describe_gaps()}, and {self._needed()} frames without one")
         return starts
+
+
+def _have_same_start(one: YearFile, other: YearFile) -> bool:
+    return np.array_equal(_first_field(one), _first_field(other), equal_nan=True)
+
+
+def _first_field(file: YearFile) -> np.ndarray:
+    """The first channel of the first frame, (1, 1, H, W)."""
+    _, _, height, width = file.shape
+    field = np.empty((1, 1, height, width), np.float32)
+    file.read(0, field, slice(0, height), slice(0, width))
+    return field

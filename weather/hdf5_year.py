@@ -30,7 +30,8 @@ class Hdf5Year(YearFile):
             self.shape = self.fields.shape
             check_written(self.fields, f"{path}: '{DATASET}'")
             check_filters(self.fields, f"{path}: '{DATASET}'")
-            plain = self.fields.dtype == np.dtype("<f4")
+            # By the type in the file: h5py calls bfloat16 float32 too, which is what HDF5 gives of it.
+            plain = self.fields.id.get_type().equal(h5py.h5t.IEEE_F32LE)
             self.start: int | None = self.fields.id.get_offset() if plain else None  # None: not one contiguous piece
             self.descriptor = os.open(self.fields.file.filename, os.O_RDONLY)  # a link may lead to another file
             opened.callback(os.close, self.descriptor)

@@ -17,6 +17,9 @@ from weather.own_grid import check_latitudes, order_longitudes
 from weather.own_requests import Request
 
 HORIZONTAL = ("latitude", "longitude")
+# Dimensions of forecasts, of which a frame can hold one alone.
+LEAD_TIMES = ("step", "lead_time", "leadtime", "prediction_timedelta", "forecast_period")
+MEMBERS = ("number", "member", "realization", "ensemble", "ens")
 
 
 class OwnStore(Store):
@@ -110,7 +113,21 @@ class OwnStore(Store):
         if len(others) != 1:
             return None
         (name,) = others
-        return name if name in self.source.variables else None
+        if name not in self.source.variables:
+            return None
+        self._check_states(name)
+        return name
+
+    def _check_states(self, name: str) -> None:
+        """Raise UsageError for a dimension of forecasts: frames are states, one for each date."""
+        is_duration = self.source.variables[name].dtype.kind == "m"
+        one = f"and a frame is one state: choose one of them first (xarray: ds.isel({name}=0))"
+        if is_duration or name.lower() in LEAD_TIMES:
+            raise UsageError(
+                f"{self.address}: its dimension '{name}' has lead times of a forecast, {one}, dated time + {name}"
+            )
+        if name.lower() in MEMBERS:
+            raise UsageError(f"{self.address}: its dimension '{name}' has members of an ensemble, {one}")
 
     def _read_levels(self) -> list[float]:
         name = self.axes["level"]

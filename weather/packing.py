@@ -6,6 +6,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+import h5py
 import numpy as np
 
 from utils.errors import UsageError
@@ -21,6 +22,8 @@ def read_packing(array: Any) -> dict[str, float]:
     for name, neutral in NEUTRAL_PACKING.items():
         # The attribute may be an array of one number.
         attribute = array.attrs.get(name, neutral)
+        if isinstance(attribute, h5py.Empty):  # an attribute without a value
+            continue
         value = float(np.asarray(attribute).item())
         if value != neutral:
             found[name] = value
@@ -45,7 +48,7 @@ def read_missing_values(attributes: Mapping[str, Any]) -> list[float]:
     found = []
     for name in MISSING_ATTRIBUTES:
         stated = attributes.get(name)
-        if stated is None:
+        if stated is None or isinstance(stated, h5py.Empty):
             continue
         with contextlib.suppress(ValueError):  # of another kind: NaN and fill numbers are found without it
             found.append(_as_number(stated))

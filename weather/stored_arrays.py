@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import h5py
 import numpy as np
 
 from utils.errors import UsageError
@@ -45,8 +46,9 @@ def shape_of(array: Any) -> tuple[int, ...] | None:
 
 def text_attribute(array: Any, name: str, otherwise: str = "") -> str:
     """An attribute as text, without blanks around it: it may be bytes, or an array of one string."""
-    value = np.asarray(array.attrs.get(name, otherwise))
-    if value.size != 1:
+    stated = array.attrs.get(name, otherwise)
+    value = np.asarray(stated)
+    if value.size != 1 or isinstance(stated, h5py.Empty):
         return otherwise
     return str(value.astype(str).item()).strip()
 

@@ -26,6 +26,7 @@ from utils import comm
 from utils.device import device_module
 from utils.sample_order import own_positions
 from utils.schema import Config
+from utils.torch_private import is_batched
 
 STEPS = 3
 
@@ -375,7 +376,9 @@ class Recorder:
 
     def _keep(self, key: Key, tensor: Any) -> None:
         """Keep a tensor of a forward pass; what is computed again in the backward pass is not kept."""
-        if self.is_inside and torch.is_grad_enabled() and isinstance(tensor, Tensor):
+        is_kept = self.is_inside and torch.is_grad_enabled() and isinstance(tensor, Tensor)
+        # Inside of torch.vmap a module sees one of many tensors, which has no memory of its own.
+        if is_kept and not is_batched(tensor):
             # The number of tensors kept so far gives the order of execution.
             place = sum(map(len, self.calls.values()))
             self.calls[key].append((place, part_of_rank(tensor)))
