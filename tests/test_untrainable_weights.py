@@ -134,6 +134,11 @@ class Gradient(Base):
         return x + gradient
 
 
+class WrongWidth(Base):
+    def middle(self, x):
+        return F.linear(x, torch.ones(2, 3))
+
+
 class OneByOne(Base):
     """Calls a module inside of torch.vmap."""
 
@@ -177,6 +182,11 @@ def test_empty_weights_are_refused_where_they_would_be_shared_out(ranks, tiny_co
 @pytest.mark.parametrize("name", ["Gradient", "Recurrent"])
 def test_models_that_plain_torch_trains_are_looked_at(tiny_config, name):
     assert inspect_model(tiny_config(**SIZES, model=f"{HERE}:{name}")).output_shape == (1, 20, 11, 14)
+
+
+def test_a_failure_inside_of_torch_is_told_by_the_line_of_the_model(tiny_config):
+    with refusal(r"RuntimeError: .*\(.*test_untrainable_weights.py, line \d+\)"):
+        inspect_model(tiny_config(**SIZES, model=f"{HERE}:WrongWidth"))
 
 
 def test_a_module_is_called_inside_of_vmap(ranks, tiny_config):

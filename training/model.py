@@ -18,6 +18,7 @@ import re
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from inspect import Parameter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,9 @@ from utils.host_random import HostRandom
 from utils.schema import Config
 
 Build = Callable[[], nn.Module]
+ROOT = Path(__file__).parents[1]
+# Folders whose code calls a model, or is called by it.
+LOOKING_ON = (str(Path(torch.__file__).parent), str(ROOT / "distributed"), str(ROOT / "training"))
 # (device, samples) with which a look at a model is tried.
 ATTEMPTS = (
     ("meta", 1),
@@ -399,8 +403,11 @@ def _in_one_line(error):
     """Describe an error in a user's model and its place; a ValueError or TypeError only by its words."""
     if isinstance(error, ValueError | TypeError | ImportError | AttributeError):
         return first_line(error)
-    # The place in the user's code says more than the words alone.
-    last = traceback.extract_tb(error.__traceback__)[-1]
+    # The place in the user's code says more than the words alone: the innermost line outside of torch and of whoever
+    # looks on.
+    every = traceback.extract_tb(error.__traceback__)
+    of_model = [frame for frame in every if not frame.filename.startswith(LOOKING_ON)]
+    last = (of_model or every)[-1]
     return f"{type(error).__name__}: {first_line(error)} ({last.filename}, line {last.lineno})"
 
 
