@@ -165,6 +165,11 @@ CLASSIFY = ["--task=classify", "--model=classifier"]
         (1, ["--embed_dim=x"], "command line: embed_dim: 'x' should be a valid integer"),
         (1, ["--embed_dim=1.5"], "embed_dim: 1.5 should be a valid integer"),
         (1, ["--num_iters=0"], "num_iters: 0 should be greater than or equal to 1"),
+        (
+            1,
+            ["--channel_weights={t2m:2}"],
+            "channel_weights: 't2m:2' has no value: give a space after the colon, {t2m: 2}",
+        ),
         (1, ["--lr=nan"], "lr: 'nan' should be a valid number"),
         (1, ["--lr=.inf"], "lr: inf should be a finite number"),
         (1, ["--amp_mode=fp4"], "amp_mode: 'fp4' should be 'none', 'bf16', 'fp16' or 'fp8'"),

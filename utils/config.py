@@ -306,6 +306,11 @@ def explain(
         return f"{where}: unknown key '{name}'{nearest(name, schema.model_fields)}"
     if problem["type"] == "missing":
         return f"{where}: key '{name}' is missing ({schema.model_fields[name].description})"
+    # To YAML {t2m:2} is a key without a value.
+    last = deeper[-1] if deeper else ""
+    if problem["input"] is None and ":" in last:
+        meant = last.replace(":", ": ", 1)
+        return f"{where}: {name}: '{last}' has no value: give a space after the colon, {{{meant}}}"
     # pydantic's own words follow the value.
     message = problem["msg"].removeprefix("Input ")
     return f"{where}: {name}: {problem['input']!r} {message}"
