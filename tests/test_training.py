@@ -217,6 +217,12 @@ def test_an_ensemble_starts_from_the_weights_of_a_single_forecast(run):
         torch.testing.assert_close(after[name], weight, rtol=1e-6, atol=1e-9)
 
 
+def test_persistence_is_that_of_the_data_whatever_a_model_writes_to_its_input(run):
+    own = {"model": "tests.support.own_models:Overwriting", "num_iters": 1, "warmup": 0}
+    scored = [run(**own, run_num=str(by), model_args={"by": by}).summary for by in (1.0, 0.5)]
+    assert scored[0]["persistence_rmse"] == scored[1]["persistence_rmse"]
+
+
 @pytest.mark.parametrize("model", ["tests.support.own_models:Deaf", "vit"])
 def test_members_that_are_equal_are_told_of(run, model):
     told = run(model=model, loss="crps", ensemble_size=2, num_iters=2, warmup=0).log

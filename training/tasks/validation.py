@@ -85,8 +85,8 @@ class ForecastValidator(Validator):
         network = self.network(parallel)
         for batch, (x, y, count) in enumerate(self.loader.valid()):
             beat()
-            # Persistence forecasts the state of now.
-            state = parallel.whole_images(x[:, : self.loader.n_in])[:count]
+            # Persistence forecasts the state of now, into which a model may write.
+            state = parallel.whole_images(x[:, : self.loader.n_in])[:count].clone()
             forecasts = self.whole_steps(parallel, network, x, y, count, batch)
 
             # The loss of a sample is the mean over the steps of its forecast. Other scores are of the first step.
