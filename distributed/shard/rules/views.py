@@ -132,9 +132,7 @@ def flatten(
         return reshaped_spec(func, x, [*before, length, *behind])
 
     new, cut = x.spec.derived(("flatten", start_dim, end_dim), flattened)
-    if cut:
-        return in_shape(func, x, new, cut)
-    return wrap_result(x.flatten(start_dim, end_dim), new)
+    return in_shape(func, x, new, cut)
 
 
 @rule(*named("unflatten"))
