@@ -15,6 +15,7 @@ import torch
 
 import plan
 from tests.support.compositions import PlantedTeams, composition_of, stuck, verdict_of
+from tests.support.marks import needs_torch
 from tests.support.refusals import refusal
 from tools.compositions import choices, judge, search
 from tools.compositions.choices import Choice, all_choices, keys_that_take_part, values_of
@@ -35,8 +36,10 @@ SEVERAL = [
 ]
 FOUND = [
     ("a sum is left out", "tensor_parallel=2 ema=0.5", None, "losses"),
-    # Norms differ, and soon losses do: which of the two is seen first is chance.
-    ("a rank has gradients of its own", "dp=2 clip_grad_norm=0.5", None, "norms or losses"),
+    pytest.param(
+        *("a rank has gradients of its own", "dp=2 clip_grad_norm=0.5", None, "norms"),
+        marks=needs_torch((2, 13), "shows it in the losses first"),
+    ),
     ("sharded ranks ignore clip_grad_norm", "dp=2 data_parallel=fsdp clip_grad_norm=0.01", None, "losses"),
     ("an average is not updated", "dp=2 ema=0.5", None, "validation"),
     ("no moments are read back", "dp=2", "dp=2 data_parallel=fsdp", "resumed: losses"),
@@ -56,7 +59,7 @@ def test_right_compositions_are_equal_resumed_in_another_layout_too(ranks, words
 @pytest.mark.parametrize(("plant", "words", "then", "kind"), FOUND)
 def test_a_planted_fault_is_found(ranks, plant, words, then, kind):
     verdict = verdict_of(ranks, words, then, plant)
-    assert verdict.result == FINDING and verdict.kind in kind.split(" or "), verdict
+    assert (verdict.result, verdict.kind) == (FINDING, kind), verdict
 
 
 def test_an_error_on_a_rank_is_a_finding_and_a_refusal_is_none(ranks):

@@ -22,7 +22,7 @@ def storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def is_batched(tensor: torch.Tensor) -> bool:
+def is_batched(tensor: Tensor) -> bool:
     """Tell whether a tensor is one of many inside of torch.vmap."""
     return torch._C._functorch.is_batchedtensor(tensor)
 

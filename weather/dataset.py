@@ -263,7 +263,7 @@ class FieldDataset:
                 self.axes[number] = replace(short, stated_step=first_axis.step)
 
     def _check_copies(self) -> None:
-        """Raise UsageError where two files have the same dates and the same first frame: one is a copy."""
+        """Raise UsageError where two files begin with the same date and the same field: one is a copy."""
         known: dict[Any, YearFile] = {}
         for file, axis in zip(self.files, self.axes, strict=True):
             if axis is None:
