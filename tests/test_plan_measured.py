@@ -33,9 +33,11 @@ SMALL = {
     "FOOTPRINT": {"cpu": 2**22},
 }  # fmt: skip
 SMALLER = f"""
-import runpy
+import pathlib, runpy, sys
 from tools.instruments import operation_speed
+from tools.planner import calibrate
 vars(operation_speed).update({SMALL})
+calibrate.MEASURED = pathlib.Path(sys.argv[0]).parent  # another test may look at this repository's files meanwhile
 runpy.run_path("plan.py", run_name="__main__")
 """
 TWO = ["--nproc_per_node", "2"]
@@ -268,21 +270,17 @@ def test_a_curve_says_what_it_assumes(folder, capsys):
 
 
 @pytest.mark.slow("two ranks measure this machine, and real layouts are planned with what they write")
-def test_two_ranks_measure_a_machine_for_plans_of_two_ranks(tmp_path):
-    file, script = hardware.MEASURED / "test-of-two.json", tmp_path / "smaller.py"
+def test_two_ranks_measure_a_machine_for_plans_of_two_ranks(folder):
+    script = folder / "smaller.py"
     script.write_text(SMALLER)
-    words = "--calibrate", "--name", file.stem, "--device", "cpu"
+    words = "--calibrate", "--name", "test-of-two", "--device", "cpu"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *TWO, script, *words]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=400, env=os.environ | {"PYTHONPATH": str(ROOT)}
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        measured = load_gpu(file.stem).measured
-        assert measured.ranks == 2 and set(measured.collectives["inside"]) == set(collective_speed.KINDS)
-        assert "bfloat16" in measured.compute[2].operations["mm"]
-    finally:
-        file.unlink(missing_ok=True)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    measured = load_gpu("test-of-two").measured
+    assert measured.ranks == 2 and set(measured.collectives["inside"]) == set(collective_speed.KINDS)
+    assert "bfloat16" in measured.compute[2].operations["mm"]
 
 
 @pytest.mark.slow("this machine is measured in turns with real layouts, and those that a search ranks first")
