@@ -7,7 +7,7 @@ import train
 from distributed.usage import AttentionCall, Usage
 from training import attention_kernel
 from training.attention_kernel import attention_notes
-from training.model import inspect_model
+from training.model_info import inspect_model
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from tests.support.layout_parity import build, check_in_double
 from tests.support.refusals import refusal
-from training.model import inspect_model, model_class
+from training.model_class import model_class
+from training.model_info import inspect_model
 from training.rollout import Rollout
 from utils.errors import UsageError
 

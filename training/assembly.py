@@ -13,7 +13,8 @@ from distributed.model_parallel import ModelParallelOptions, split_model
 from distributed.parallel_model import ParallelModel
 from distributed.split import Split
 from distributed.usage import Usage
-from training.model import build_model, initial_weights, inspect_model
+from training.model import build_model, initial_weights
+from training.model_info import inspect_model
 from training.optimizer import build_optimizer
 from training.speed_options import apply_speed_options
 from training.step import TrainingStep

@@ -10,46 +10,24 @@ that it comes out as its author meant.
 
 import copy
 import fnmatch
-import functools
 import hashlib
-import importlib
-import inspect
-import re
-import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
-from inspect import Parameter
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
-from distributed.parallel_model import check_output
-from distributed.protocol import points_kept_together
 from distributed.split import Split
 from distributed.ties import keep_ties
-from distributed.usage import Usage, watch
 from distributed.weight_shards import fill_weights
 from networks import MODELS
-from networks.vit import PerAxis
-from training.weight_roles import weight_roles
-from utils.errors import UsageError, first_line, nearest
+from training.model_checks import check_matrices, check_registered, check_weights, unregistered_parts
+from training.model_class import arguments_of, call_with, describe_error, model_class
+from utils.errors import UsageError, nearest
 from utils.host_random import HostRandom
 from utils.schema import Config
 
 Build = Callable[[], nn.Module]
-ROOT = Path(__file__).parents[1]
-# Folders whose code calls a model, or is called by it.
-LOOKING_ON = (str(Path(torch.__file__).parent), str(ROOT / "distributed"), str(ROOT / "training"))
-# (device, samples) with which a look at a model is tried.
-ATTEMPTS = (
-    ("meta", 1),
-    ("meta", 2),
-    ("cpu", 1),
-    ("cpu", 2),
-)
 
 
 def build_model(config: Config, device: torch.device | str = "meta") -> nn.Module:
@@ -94,18 +72,6 @@ def freeze(model: nn.Module, config: Config) -> None:
             f"{config.config}: freeze {config.freeze} leaves no parameter of model {config.model} to train"
         )
     raise UsageError(f"{config.config}: model {config.model} has no weight with requires_grad: nothing can be trained")
-
-
-def check_matrices(model: nn.Module, config: Config) -> None:
-    """Raise UsageError where the optimizer is Muon and no weight of the whole model is for it."""
-    if config.optimizer != "Muon":
-        return
-    roles = weight_roles(model, Split(), config.muon_weights)
-    if not any(role.is_hidden for role in roles):
-        raise UsageError(
-            f"{config.config}: optimizer Muon trains matrices of hidden layers, and model {config.model} has none "
-            f"whose name matches muon_weights {config.muon_weights}: use AdamW"
-        )
 
 
 def initial_weights(config: Config) -> Iterator[tuple[str, Tensor]]:
@@ -153,7 +119,7 @@ def _builder(config):
             with HostRandom(config.seed):  # torch's generators are those of whoever builds
                 model = call_with(Model, arguments, given=config.model_args)
         except Exception as error:
-            raise UsageError(f"{config.config}: {_in_one_line(error)}") from error
+            raise UsageError(f"{config.config}: {describe_error(error)}") from error
         if not isinstance(model, nn.Module):
             raise UsageError(f"{config.config}: model {config.model} makes a {type(model).__name__}, not an nn.Module")
         tensors = *model.parameters(), *model.buffers()
@@ -166,116 +132,6 @@ def _builder(config):
     return build
 
 
-def check_weights(model: nn.Module, config: Config) -> None:
-    """Raise UsageError for weights that cannot be moved, split or trained as those of other models are."""
-    where = f"{config.config}: model {config.model}"
-    is_in_memory = not torch.empty(0).is_meta  # where the context puts tensors that name no device
-    for name, weight in model.named_parameters():
-        if weight.layout != torch.strided:
-            raise UsageError(f"{where}: the weight '{name}' is sparse, and none is trained so: make it dense")
-        if weight.is_meta and is_in_memory:
-            raise UsageError(f"{where}: the weight '{name}' is made on the meta device and has no values: leave it out")
-        # Weights are made anew on their device, and in parts: hooks would stay behind.
-        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
-            raise UsageError(
-                f"{where}: the weight '{name}' has a hook on its gradient, which would not be called: change what "
-                "the forward pass makes of it instead (freeze keeps whole weights as they are)"
-            )
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UsageError(
-                f"{where}: '{name}' is made by torch.jit, whose weights cannot be moved or split: use the module itself"
-            )
-        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            raise UsageError(f"{where}: '{name}' has sparse gradients, which no rank reduces or clips: sparse=False")
-
-
-def check_registered(model: nn.Module, config: Config) -> None:
-    """Raise UsageError for weights in a plain list, tuple, set or dict: no optimizer and no checkpoint sees them."""
-    for place, kind, part in _unregistered(model):
-        is_module_with_weights = isinstance(part, nn.Module) and bool(part.state_dict())
-        if isinstance(part, nn.Parameter) or is_module_with_weights:
-            raise UsageError(
-                f"{config.config}: model {config.model}: '{place}' is a plain {kind} that holds a "
-                f"{type(part).__name__}, whose weights nothing would train or save: use nn.ModuleList, nn.ModuleDict "
-                "or nn.ParameterList"
-            )
-    # Weights are made anew on their device, and in parts: what a list holds would stay what it was.
-    names = {id(weight): name for name, weight in model.named_parameters()}
-    for place, kind, part in _held(model):
-        if id(part) in names:
-            raise UsageError(
-                f"{config.config}: model {config.model}: '{place}' is a plain {kind} that holds the weight "
-                f"'{names[id(part)]}' too, and would keep what it was at first: look the weight up in the forward pass"
-            )
-
-
-def _unregistered(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """(name of an attribute, type of its value, part of it): what modules hold that PyTorch does not know of."""
-    known_parts = *model.modules(), *model.parameters(), *model.buffers()
-    registered = {id(part) for part in known_parts}
-    for place, kind, part in _held(model):
-        if id(part) not in registered:
-            yield place, kind, part
-
-
-def _held(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """As _unregistered, of all that modules hold as attributes of Python."""
-    internal = vars(nn.Module()).keys()
-    for prefix, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):  # what it holds is torch's
-            continue
-        is_recurrent = isinstance(module, nn.RNNBase)  # torch keeps its list of weights up to date
-        for name, value in vars(module).items():
-            if name in internal or (is_recurrent and name == "_flat_weights"):
-                continue
-            place = f"{prefix}.{name}" if prefix else name
-            # torch's walk through containers looks into neither of these.
-            container = value
-            if isinstance(value, set | frozenset):
-                container = list(value)
-            elif isinstance(value, functools.partial):
-                container = [value.args, value.keywords]
-            for part in tree_leaves(container):
-                yield place, type(value).__name__, part
-
-
-def arguments_of(Model: Callable[..., Any]) -> tuple[set[str], bool]:
-    """(names of the arguments that a class or function takes, whether it takes any other).
-
-    A class that passes **kwargs on takes those of the next class that it inherits from.
-    """
-    makers = [Model]
-    if isinstance(Model, type):
-        bases = [cls for cls in Model.__mro__ if cls not in (nn.Module, object)]
-        makers = [cls for cls in bases if "__init__" in vars(cls)] or makers
-    named: set[str] = set()
-    for maker in makers:
-        parameters = inspect.signature(maker).parameters
-        kinds = {name: parameter.kind for name, parameter in parameters.items()}
-        without_name = (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)  # **kwargs and *args
-        named |= {name for name, kind in kinds.items() if kind not in without_name}
-        if Parameter.VAR_KEYWORD not in kinds.values():
-            return named, False
-    return named, True
-
-
-def call_with(
-    Model: Callable[..., Any],
-    arguments: dict[str, Any],
-    given: Collection[str],
-) -> Any:
-    """Model(**arguments), without those that a class gives the class it inherits from itself. given: not left out."""
-    try:
-        return Model(**arguments)
-    except TypeError as error:
-        twice = re.search(r"multiple values for keyword argument '(\w+)'", str(error))
-        if twice is None or twice[1] not in arguments or twice[1] in given:
-            raise
-        left = {name: value for name, value in arguments.items() if name != twice[1]}
-    return call_with(Model, left, given)
-
-
 def complete(model: nn.Module, config: Config) -> None:
     """Let lazy modules see an image, so that they know their shapes. Raises UsageError where the model fails on it."""
     inputs = blank_inputs(config, 1)  # on the device of the context
@@ -286,7 +142,7 @@ def complete(model: nn.Module, config: Config) -> None:
     except Exception as error:
         raise UsageError(
             f"{config.config}: model {config.model} has lazy modules and fails on an input of {list(image.shape)}: "
-            f"{_in_one_line(error)}"
+            f"{describe_error(error)}"
         ) from error
     model.train()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -305,112 +161,6 @@ def blank_inputs(config: Config, samples: int, device: torch.device | str | None
     return images, torch.zeros(samples, config.noise_of_model, device=device)
 
 
-def model_class(name: str) -> Callable[..., nn.Module]:
-    """The class of a model in the registry (networks/__init__.py), or of 'package.module:Class'. Raises UsageError."""
-    path = MODELS.get(name, name)
-    module, colon, attribute = path.partition(":")
-    if not colon:
-        raise UsageError(
-            f"model '{name}'{nearest(name, MODELS)}: give one of {', '.join(MODELS)}, or package.module:Class"
-        )
-    before = torch.get_default_dtype(), torch.is_grad_enabled()
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:
-        raise UsageError(f"model '{name}': cannot be imported: {_in_one_line(error)}") from error
-    # The data and all other models of this process would follow it.
-    if before != (torch.get_default_dtype(), torch.is_grad_enabled()):
-        raise UsageError(
-            f"model '{name}': {module} calls torch.set_default_dtype or torch.set_grad_enabled where it is imported, "
-            "for the whole program: give layers their dtype, and use a context of torch.no_grad()"
-        )
-    return found
-
-
-class ModelInfo(NamedTuple):
-    """Facts about a whole model.
-
-    output_shape: for one sample. parameters: how many. flops: floating-point operations of a forward pass of one
-    sample, in matrix products and convolutions. kept_together: points between which images are not cut, see
-    distributed.protocol.points_kept_together. usage: how it uses its modules and parameters.
-    """
-
-    output_shape: tuple[int, ...]
-    parameters: int
-    flops: int
-    kept_together: PerAxis
-    usage: Usage
-
-
-def inspect_model(config: Config) -> ModelInfo:
-    """Run one sample through the model of a config, in training mode. Raises UsageError where that cannot be trained.
-
-    On the meta device if it can be done there; a model that reads numbers runs on the CPU. BatchNorm over a single
-    point takes two samples.
-    """
-    image = (config.model_in_channels, *config.img_size)
-    problems: dict[str, Exception] = {}
-    # The cheapest attempt comes first.
-    for device, samples in ATTEMPTS:
-        model = build_model(config, device)
-        weights = dict(model.named_parameters())
-        try:
-            output, usage = watch(model, *blank_inputs(config, samples, device))
-            break
-        except Exception as error:
-            problems[device] = problems.get(device, error)
-    else:
-        problem = problems["cpu"]
-        raise UsageError(
-            f"{config.config}: model {config.model} fails on an input of {[1, *image]}: {_in_one_line(problem)}"
-        ) from problem
-    # A weight that appears in the forward pass would never be trained.
-    check_made(model, weights, config)
-    check_output(output, f"{config.config}: model {config.model}")
-    if not output.requires_grad:
-        frozen = f" with freeze {config.freeze}" if config.freeze else ""
-        raise UsageError(
-            f"{config.config}: the output of model {config.model} depends on no weight that is trained: nothing can be "
-            f"learned{frozen}"
-        )
-    shape: tuple[int, ...] = ()  # of a scalar
-    if output.dim():
-        shape = (output.shape[0] // samples, *output.shape[1:])
-    return ModelInfo(
-        output_shape=shape,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        flops=usage.flops // samples,
-        kept_together=points_kept_together(model),
-        usage=usage,
-    )
-
-
-def check_made(
-    model: nn.Module,
-    weights: Mapping[str, nn.Parameter],
-    config: Config,
-) -> None:
-    """Raise UsageError where a forward pass has made a weight. weights: those that the model had before it, by name."""
-    for name, parameter in model.named_parameters():
-        if parameter is not weights.get(name):
-            raise UsageError(
-                f"{config.config}: model {config.model} makes the weight '{name}' in its forward pass, so no optimizer "
-                "would train it: make it in __init__, or by a lazy module of torch (nn.LazyConv2d)"
-            )
-
-
-def _in_one_line(error):
-    """Describe an error in a user's model and its place; a ValueError or TypeError only by its words."""
-    if isinstance(error, ValueError | TypeError | ImportError | AttributeError):
-        return first_line(error)
-    # The place in the user's code says more than the words alone: the innermost line outside of torch and of whoever
-    # looks on.
-    every = traceback.extract_tb(error.__traceback__)
-    of_model = [frame for frame in every if not frame.filename.startswith(LOOKING_ON)]
-    last = (of_model or every)[-1]
-    return f"{type(error).__name__}: {first_line(error)} ({last.filename}, line {last.lineno})"
-
-
 def build_on_meta(build: Build) -> nn.Module:
     """A model on the meta device. Raises whatever `build` raises on the CPU."""
     try:
@@ -420,7 +170,7 @@ def build_on_meta(build: Build) -> nn.Module:
         pass
     else:
         # Tensors that no state_dict names, and to(device) does not move.
-        if not any(isinstance(part, Tensor) for _, _, part in _unregistered(model)):
+        if not any(isinstance(part, Tensor) for _, _, part in unregistered_parts(model)):
             return model
     # Its numbers do not matter: only shapes and names are kept.
     model = build_whole(build, 0)

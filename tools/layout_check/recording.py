@@ -169,7 +169,7 @@ def build_wide_step(config: Config, device: torch.device) -> TrainingStep:
             return model._apply(widened)
 
     # The look at a model builds one of its own.
-    with patch("training.assembly.build_model", build_wide), patch("training.model.build_model", build_wide):
+    with patch("training.assembly.build_model", build_wide), patch("training.model_info.build_model", build_wide):
         return build_step(config, device)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distributed.parallel_model import ParallelModel
 from distributed.usage import Usage
-from training.model import ModelInfo, inspect_model
+from training.model_info import ModelInfo, inspect_model
 from utils import agreement
 from utils.data_loader import BatchLoader
 from utils.errors import UsageError
