@@ -121,6 +121,15 @@ def own_bias(bias: Tensor, out: Spec) -> Tensor:
     return bias
 
 
+def of_whole_rows(spec: Spec, weight_shape: torch.Size) -> Spec | None:
+    """The split of x @ weight.T for a plain matrix (E, D); None for features that are split, and for other weights."""
+    if spec.is_split(-1) or len(weight_shape) != 2:
+        return None
+    rows = spec.dims[:-1]
+    features = unsplit_axes(weight_shape[0])
+    return spec.with_dims((*rows, features))
+
+
 @rule(F.linear)
 def linear(
     func: Callable,
@@ -129,23 +138,18 @@ def linear(
     bias: Tensor | None = None,
 ) -> ShardTensor:
     """(..., D) x (E, D) -> (..., E). If D is split, the result is partial."""
-    has_split_bias = type(bias) not in NEVER_SPLIT and isinstance(bias, ShardTensor)
-    if has_split_bias or weight.dim() != 2:
-        raise no_rule(func, (input, weight, bias), {}, "the bias must be a plain tensor, the weight a matrix")
+    is_split_bias = type(bias) not in NEVER_SPLIT and isinstance(bias, ShardTensor)
+    if is_split_bias:
+        raise no_rule(func, (input, weight, bias), {}, "the bias must be a plain tensor")
     # The common case: a plain weight, and features that are whole. Each rank multiplies its rows.
     out = None
     if type(weight) is not ShardTensor:
         spec = input.spec
-        features = weight.shape[0]
-
-        def of_whole_rows() -> Spec | None:
-            if spec.is_split(-1):
-                return None
-            rows = spec.dims[:-1]
-            return spec.with_dims((*rows, unsplit_axes(features)))
-
-        out = spec.derived(("linear", features), of_whole_rows)
+        shape = weight.shape
+        out = spec.derived(("linear", shape), lambda: of_whole_rows(spec, shape))
     if out is None:
+        if weight.dim() != 2:
+            raise no_rule(func, (input, weight, bias), {}, "the weight must be a matrix")
         batch = [f"b{i}" for i in range(input.dim() - 1)]
         return contracted(F.linear, (input, weight), ([*batch, "d"], ["e", "d"]), [*batch, "e"], bias)
     # Without copies and sums the weight is used as it is.

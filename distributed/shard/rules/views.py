@@ -123,15 +123,24 @@ def flatten(
     """Flatten several dimensions to one, which keeps their axes."""
 
     def flattened():
-        shape = x.spec.shape or (1,)
+        spec = x.spec
+        shape = spec.shape or (1,)
         start = start_dim % len(shape)
         end = end_dim % len(shape)
         before = shape[:start]
         behind = shape[end + 1 :]
         length = math.prod(shape[start : end + 1])
-        return reshaped_spec(func, x, [*before, length, *behind])
+        new, cut = reshaped_spec(func, x, [*before, length, *behind])
+        # Of a split dimension of size 1, which may join the dimension beside it, all ranks but one hold nothing.
+        local_shape = list(spec.local_shape) or [1]
+        local_shape[start : end + 1] = [math.prod(local_shape[start : end + 1])]
+        is_flat_part = not cut and new.local_shape == tuple(local_shape)
+        return new, cut, is_flat_part
 
-    new, cut = x.spec.derived(("flatten", start_dim, end_dim), flattened)
+    new, cut, is_flat_part = x.spec.derived(("flatten", start_dim, end_dim), flattened)
+    # The common case, without the calls of the general one.
+    if is_flat_part:
+        return wrap_result(x.flatten(start_dim, end_dim), new)
     return in_shape(func, x, new, cut)
 
 
