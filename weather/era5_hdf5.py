@@ -21,7 +21,8 @@ from weather.era5_source import Selection, Source
 from weather.hdf5_file import check_filters, check_written, open_hdf5
 
 MOST_OPEN = 1024  # files
-# The attributes that values are decoded by, those that axes are known by, and those that link dimensions to variables.
+# The attributes that values are decoded or judged by, those that axes are known by, and those that link dimensions to
+# variables.
 ATTRIBUTES = (
     "units",
     "calendar",
@@ -31,6 +32,9 @@ ATTRIBUTES = (
     "_FillValue",
     "missing_value",
     "_Unsigned",
+    "valid_range",
+    "valid_min",
+    "valid_max",
 )
 
 

@@ -12,6 +12,7 @@ from weather.era5_fields import VERSIONS, Field, find_fields, read_field
 from weather.era5_names import conversion, meaning_of, units_of
 from weather.era5_open import open_source
 from weather.era5_source import Source, reading_quietly
+from weather.source_attributes import check_packing, check_stated_range
 
 SHOWN = 12  # names and levels in a message
 REGION = "; python -m weather.prepare_data makes data of a region"
@@ -92,7 +93,10 @@ class Store:
             factor, offset = self._conversion(quantity, field)
             # A number that float32 cannot hold becomes infinite, which is found among the values later.
             with reading_quietly(f"{self.address}: {field.name}"), np.errstate(over="ignore"):
+                where = f"{self.address}: {field.name}"
+                check_packing(field.variable, where)
                 values = read_field(field, self.axes, indices, frames)
+                check_stated_range(values, field.variable, f"{where}, from {minute(self.times[frames[0]])} on")
                 if (factor, offset) != (1, 0):
                     values = values * float(factor) + offset
                 read.append(values.astype(np.float32, copy=False))

@@ -16,16 +16,19 @@ MISSING_ATTRIBUTES = ("_FillValue", "missing_value")
 UNPACK = "write its values (ncpdq -U IN OUT; xarray: open_dataset(IN).drop_encoding().to_netcdf(OUT))"
 
 
-def read_packing(array: Any) -> dict[str, float]:
+def read_packing(array: Any) -> dict[str, Any]:
     """{attribute: value} of what turns the stored numbers into values; a neutral factor or offset is none."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, neutral in NEUTRAL_PACKING.items():
         # The attribute may be an array of one number.
         attribute = array.attrs.get(name, neutral)
         if isinstance(attribute, h5py.Empty):  # an attribute without a value
             continue
-        value = float(np.asarray(attribute).item())
-        if value != neutral:
+        try:
+            value = float(np.asarray(attribute).item())
+        except ValueError:  # several numbers, or a text
+            value = attribute
+        if value is attribute or value != neutral:
             found[name] = value
     return found
 
@@ -34,7 +37,7 @@ def check_unpacked(array: Any, where: str) -> None:
     """Raise UsageError where an array is packed. where: the file and the array, as the start of the message."""
     packing = read_packing(array)
     if packing:
-        told = ", ".join(f"{name} {value:g}" for name, value in packing.items())
+        told = ", ".join(f"{name} {value}" for name, value in packing.items())
         raise UsageError(f"{where} is packed as {array.dtype} ({told}): {UNPACK}")
 
 

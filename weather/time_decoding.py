@@ -25,6 +25,7 @@ MOST_ROUNDING = 0.1
 FILL_VALUE = 1e30
 # Text of digits: 1979, or 197901010600 for 6 o'clock.
 DIGITS = re.compile(r"(\d{4})(\d\d)(\d\d)?(\d\d)?(\d\d)?(\d\d)?")
+NANOSECONDS = re.compile(r"(nanoseconds?|nanosecs?|ns)(?=\s+since\s)", re.IGNORECASE)  # of pandas, not of cftime
 ROUNDED_TO: tuple[Literal["h", "m"], ...] = ("h", "m")
 
 
@@ -89,6 +90,9 @@ def decode_numbers(
     _check_written(values, where)
     if units == SINCE_1970 and np.abs(values).max() > SECONDS_TO_3000:
         raise UsageError(f"{where} is {values[0]} at frame 0, too much for {units}: in nanoseconds? Write seconds")
+    if NANOSECONDS.match(units):
+        units = NANOSECONDS.sub("microseconds", units)
+        values = values / 1000
     exact, elapsed, unit = _dates_of_numbers(values.astype(np.float64), units, calendar, where)
     # Numbers in double precision are exact enough.
     is_single = values.dtype.kind == "f" and values.dtype.itemsize <= 4
