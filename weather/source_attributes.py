@@ -47,8 +47,8 @@ def check_stated_range(values: np.ndarray, variable: xarray.Variable, where: str
     first = values[is_outside][0]
     raise UsageError(
         f"{where}: {is_outside.sum()} values are outside of {' and '.join(names)}, {lowest:g} to {highest:g}, the "
-        f"first is {first:g}: by these attributes they are missing. Fill them first (xarray: where, interpolate_na), or "
-        "take the attributes off where the values are right (ncatted -a valid_.*,VARIABLE,d,,)"
+        f"first is {first:g}: by these attributes they are missing. Fill them first (xarray: where, interpolate_na), "
+        "or take the attributes off where the values are right (ncatted -a valid_.*,VARIABLE,d,,)"
     )
 
 
