@@ -121,6 +121,7 @@ OWN = "tests.support.own_models:"
 EXACT = [
     ("BiasBeforeNorm", "dp2,sync_batchnorm"), ("BiasBeforeNorm", "domain2"), ("Narrow", "dp2"), ("Narrow", "domain2"),
     ("Tied", "dp2"), ("Taught", "dp2"), ("Taught", "dp2,data_parallel=fsdp"),
+    ("Single", "dp2"), ("Single", "domain2"), ("HalfSingle", "dp2"), ("HalfSingle", "domain2"),
 ]  # fmt: skip
 
 
@@ -148,6 +149,12 @@ def test_a_zero_gradient_is_measured_by_those_of_the_model_and_another_one_by_it
 @pytest.mark.parametrize(
     ("model", "layout", "stage", "cause"),
     [
+        (
+            "Rounded",
+            "domain2",
+            "forward pass",
+            r"rounding of float32: this RoundedMean computes",
+        ),
         ("RunningPeak", "dp2", "forward pass", r"^buffers of a rank's own samples \(peak\)"),
         ("GroupNormNet", "dp2,gradient_compression=bf16", "gradient", r"^gradients are reduced in bf16 \(gra"),
         (
@@ -195,7 +202,7 @@ def test_the_command_prints_what_differs_and_ends_with_a_status(tiny_options, tm
         (["--layouts", "sp2"], "layout 'sp2': expected sizes of"),
         (["--layouts", "dp3"], "global_batch_size 4 cannot be shared by 3 ranks"),
         (["--layouts", "dp4000", "--global_batch_size=4000"], "4000 ranks are too many"),
-        (["--model", "tests.support.own_models:Single"], "expected scalar type Float but found Double"),
+        (["--model", "tests.support.own_models:Fails"], r"KeyError: 'no such channel' .*own_models.py, line \d+"),
     ],
 )
 def test_what_cannot_be_compared_is_one_line(tiny_options, words, line):

@@ -17,7 +17,10 @@ from utils.errors import UsageError, first_line, nearest
 
 ROOT = Path(__file__).parents[1]
 # Folders whose code calls a model, or is called by it.
-LOOKING_ON = (str(Path(torch.__file__).parent), str(ROOT / "distributed"), str(ROOT / "training"))
+LOOKING_ON = (
+    str(Path(torch.__file__).parent),
+    *(str(ROOT / folder) for folder in ("distributed", "training", "tools")),
+)
 
 
 def model_class(name: str) -> Callable[..., nn.Module]:

@@ -17,7 +17,7 @@ from distributed import halo, model_parallel
 from distributed.collectives import as_group
 from tools.instruments.pool import Process
 from tools.instruments.team import Case, Teams
-from tools.layout_check.check import cases_of, in_dtype, record_serially
+from tools.layout_check.check import cases_of, default_dtype, record_serially, train_layout
 from tools.layout_check.differences import TOLERANCES, errors_of
 from tools.layout_check.recording import STAGES, Key
 from tools.tables import format_table
@@ -129,10 +129,11 @@ def show() -> None:
 
 def errors(rank: Process, case: Case, file: Path, fault: Fault) -> dict[Key, float]:
     """On every rank: the errors of a case that is trained with a fault."""
-    with fault():
-        found = in_dtype(rank, case, DTYPE, read_data=False).found
     of_one_device = torch.load(file, weights_only=True)["parts"]
-    found_errors, _ = errors_of(found, of_one_device, case.config)
+    with default_dtype(DTYPE):
+        with fault():
+            found = train_layout(rank, case).found
+        found_errors, _ = errors_of(found, of_one_device, case.config)
     return found_errors
 
 

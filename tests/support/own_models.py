@@ -148,11 +148,38 @@ class Whole(BatchNormNet):
         return torch.einsum("bchw,hk->bckw", super().forward(x), self.mix)
 
 
-class Single(BatchNormNet):
+class Single(GroupNormNet):
     """It computes in float32, whatever it is given."""
 
     def forward(self, x):
         return super().forward(x.float())
+
+
+class HalfSingle(nn.Module):
+    """A part of it has weights in bfloat16 and computes in it; its result is normalised in float32."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.net = GroupNormNet(in_channels, out_channels)
+        self.mix = nn.Conv2d(out_channels, out_channels, 1, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        x = self.net(x)
+        mixed = self.mix(x.to(torch.bfloat16)).to(dtype=torch.float32)
+        return x + mixed * torch.rsqrt(mixed.type(torch.float32).square().mean(1, keepdim=True) + 1)
+
+
+class RoundedMean(nn.Module):
+    """Takes a mean off, which it rounds to float32 by a name that no comparison can widen."""
+
+    def forward(self, x):
+        rounded = x.type("torch.FloatTensor")
+        return x - rounded.exp().mean((2, 3), keepdim=True).to(x.dtype)
+
+
+class Rounded(nn.Sequential):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(RoundedMean(), nn.Conv2d(in_channels, out_channels, 1))
 
 
 class Halves(BatchNormNet):

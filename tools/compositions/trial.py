@@ -6,7 +6,7 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from tools.instruments.pool import Process
 from tools.instruments.team import Case, use_mesh
-from tools.layout_check.recording import build_wide_step, drop_rounding, members_of, own_part, part_of_rank
+from tools.layout_check.recording import drop_rounding, members_of, own_part, part_of_rank
 from tools.layout_check.saving import load_state, save_state
+from tools.layout_check.wide import WideCasts, build_wide_step
 from tools.planner.trace import observe_step
 from tools.planner.validate import counts
 from training.checkpoint import CheckpointFolder
@@ -77,7 +78,9 @@ def try_out(rank: Process, trial: Trial) -> Outcome:
     try:
         with quick_compilation(), warnings.catch_warnings(action="ignore"):  # those of torch, many times over
             use_mesh(rank, trial.case.layout)
-            return train(rank, trial)
+            casts = WideCasts() if trial.wide else nullcontext()
+            with casts:
+                return train(rank, trial)
     finally:
         torch.set_default_dtype(torch.float32)
         torch._dynamo.reset()  # what was compiled here counts against the limit of the next

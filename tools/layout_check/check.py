@@ -7,7 +7,8 @@ saved and read back.
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -94,7 +95,8 @@ def record_serially(
     read_data: bool = False,
 ) -> str:
     """On a single rank: record it into a file. Returns why its state cannot be saved and read back, or ""."""
-    training = in_dtype(rank, case, dtype, read_data, state_folder(file, case))
+    with default_dtype(dtype):
+        training = train_layout(rank, case, read_data, state_folder(file, case))
     # Gradients before their reduction are looked up on the ranks alone, so they have no counterpart here.
     parts: dict[Key, Tensor] = {}
     for key, part in training.found.items():
@@ -114,21 +116,26 @@ def state_folder(file: Path, case: Case) -> Path:
     return file.with_name(f"state of {case.layout.world_size} ranks")
 
 
-def in_dtype(
-    rank: Process,
-    case: Case,
-    dtype: str,
-    read_data: bool,
-    folder: Path | None = None,
-) -> Training:
-    """The record of a case, computed in a dtype. folder: for its state, None where it is not saved."""
-    use_mesh(rank, case.layout)
-    torch.set_default_dtype(getattr(torch, dtype))
+@contextmanager
+def default_dtype(name: str) -> Iterator[None]:
+    """Inside, tensors are made in a dtype where nothing else is said."""
+    torch.set_default_dtype(getattr(torch, name))
     try:
-        return record(case.config, rank.device, read_data, folder)
+        yield
     finally:
         # The process serves other cases after this one.
         torch.set_default_dtype(torch.float32)
+
+
+def train_layout(
+    rank: Process,
+    case: Case,
+    read_data: bool = False,
+    folder: Path | None = None,
+) -> Training:
+    """The record of a case, in the default dtype. folder: for its state, None where it is not saved."""
+    use_mesh(rank, case.layout)
+    return record(case.config, rank.device, read_data, folder)
 
 
 def compare(
@@ -139,7 +146,19 @@ def compare(
     read_data: bool = False,
 ) -> Result:
     """On every rank of a layout: where it first differs from one device. file: of record_serially."""
-    training = in_dtype(rank, case, dtype, read_data, state_folder(file, case))
+    # What counts as rounding depends on the dtype too.
+    with default_dtype(dtype):
+        training = train_layout(rank, case, read_data, state_folder(file, case))
+        return find_difference(case, training, file, dtype)
+
+
+def find_difference(
+    case: Case,
+    training: Training,
+    file: Path,
+    dtype: str,
+) -> Result:
+    """Where a training on all ranks first differs from that of one device. file: of record_serially."""
     tolerance = TOLERANCES[dtype]
     serial = torch.load(file, mmap=True, weights_only=True)  # one copy in memory for all ranks
     wholes: dict[Key, Tensor] = serial["parts"]

@@ -16,11 +16,9 @@ from torch.distributed.tensor import DTensor
 from distributed.shard.operands import sum_partial
 from distributed.shard.spec import Spec
 from distributed.shard.tensor import ShardTensor, local
-from distributed.ties import keep_ties
 from tools.layout_check.saving import state_of, why_not_saved
-from training.assembly import build_step
+from tools.layout_check.wide import WideCasts, build_wide_step
 from training.ensemble import repeat_members, training_noise
-from training.model import build_model
 from training.step import TrainingStep
 from utils import comm
 from utils.device import device_module
@@ -117,6 +115,11 @@ def record(
     read_data: on batches of the config's data, as its loader reads them, in place of random ones. folder: None: the
     state is not saved.
     """
+    with WideCasts():
+        return _record(config, device, read_data, folder)
+
+
+def _record(config, device, read_data, folder):
     step = build_wide_step(config, device)
     model = step.parallel.model
     found = Record()
@@ -158,26 +161,6 @@ def record(
             found |= state(fresh)
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     return Training(found, kinds, drawing, unsaved)
-
-
-def build_wide_step(config: Config, device: torch.device) -> TrainingStep:
-    """The training step of a config, with a model that has no narrower numbers than the default dtype."""
-
-    def build_wide(config: Config, *place: Any) -> nn.Module:
-        model = build_model(config, *place)
-        with keep_ties(model):
-            return model._apply(widened)
-
-    # The look at a model builds one of its own.
-    with patch("training.assembly.build_model", build_wide), patch("training.model_info.build_model", build_wide):
-        return build_step(config, device)
-
-
-def widened(tensor: Tensor) -> Tensor:
-    """A tensor in the default dtype, or its complex one; as it is where it is wider already, or has no such numbers."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return tensor
-    return tensor.to(torch.promote_types(tensor.dtype, torch.get_default_dtype()))
 
 
 def rounding_of(dtype: torch.dtype) -> float:

@@ -1,0 +1,103 @@
+"""Let a model compute in the default dtype throughout, float64 in a comparison, whatever narrower types its code names.
+
+Layouts sum in unlike orders. What is rounded to float32 on the way differs between them by 1e-7, in which a small
+mistake cannot be told from rounding. Weights are widened when the model is built, and casts that its own code asks for,
+such as the x.float() of many norms, when they are called. Casts of this repository and of torch stay: what is sent or
+gathered in bfloat16 is to be seen.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from distributed.ties import keep_ties
+from training.assembly import build_step
+from training.model import build_model
+from training.step import TrainingStep
+from utils.schema import Config
+
+ROOT = Path(__file__).parents[2]
+# Methods that cast without naming a type.
+CASTS = {
+    Tensor.float: torch.float32,
+    Tensor.half: torch.float16,
+    Tensor.bfloat16: torch.bfloat16,
+    torch.Tensor.cfloat: torch.complex64,  # type: ignore[attr-defined]
+    torch.Tensor.chalf: torch.complex32,
+}
+# Functions whose type says how bytes are read.
+READING_BYTES = {Tensor.view, torch.frombuffer}
+# Whose casts stay as they are.
+FOLDERS = (
+    str(Path(torch.__file__).parent),
+    *(str(ROOT / folder) for folder in ("distributed", "training", "utils", "tools")),
+)
+
+
+def build_wide_step(config: Config, device: torch.device) -> TrainingStep:
+    """The training step of a config, with a model that has no narrower numbers than the default dtype."""
+
+    def build_wide(config: Config, *place: Any) -> nn.Module:
+        model = build_model(config, *place)
+        with keep_ties(model):
+            return model._apply(_widened)
+
+    # The look at a model builds one of its own.
+    with patch("training.assembly.build_model", build_wide), patch("training.model_info.build_model", build_wide):
+        return build_step(config, device)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """A tensor in the default dtype, or its complex one; as it is where it is wider already, or has no such numbers."""
+    return tensor.to(_wide_of(tensor.dtype))
+
+
+def _wide_of(dtype: torch.dtype) -> torch.dtype:
+    """The wider of a dtype of numbers and the default one; any other dtype as it is."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.promote_types(dtype, torch.get_default_dtype())
+    return dtype
+
+
+class WideCasts(TorchFunctionMode):
+    """Inside, a cast in a model's own code gives the default dtype, or its complex one, in place of a narrower one.
+
+    Compiled code is as it was.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable,
+        types: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        names_a_type = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
+        is_cast = func in CASTS or (names_a_type and func not in READING_BYTES)
+        if not is_cast or torch.compiler.is_compiling() or not _is_of_a_model(sys._getframe(1)):
+            return func(*args, **kwargs)
+        if func in CASTS:
+            return args[0].to(_wide_of(CASTS[func]), **kwargs)
+        wide_args = [_wide_if_type(value) for value in args]
+        wide_kwargs = {name: _wide_if_type(value) for name, value in kwargs.items()}
+        return func(*wide_args, **wide_kwargs)
+
+
+def _wide_if_type(value: Any) -> Any:
+    return _wide_of(value) if isinstance(value, torch.dtype) else value
+
+
+def _is_of_a_model(frame: FrameType) -> bool:
+    """Tell whether the code that calls a function of torch is that of a model. frame: the innermost."""
+    # Other modes pass the calls on: the look at a model has one.
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back:
+        frame = frame.f_back
+    return not frame.f_code.co_filename.startswith(FOLDERS)
