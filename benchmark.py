@@ -11,16 +11,19 @@ Every other option is a key of the config, as in train.py: --local_batch_size 4,
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any
 
 from tools.benchmarks import ladder, layouts, loaders, scaling
+from tools.benchmarks.layout_pictures import write_memory_picture, write_picture
 from utils.errors import FAILED_STATUS, ArgumentParser, UsageError, float_in_range, int_in_range, run_main
 from utils.files import write_json
 from utils.launch import read_launch
 
 MANY = int_in_range(1, 2**20)
+Run = Callable[..., Any]  # measures, and returns its figures
+Draw = Callable[[str, Any], None]  # writes a picture of them into a file
 
 
 def main(argv: Sequence[str] | None = None) -> int | None:
@@ -48,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     if png:
         write_png(png, figures)
     if memory_png:
-        layouts.write_memory_picture(memory_png, figures)
+        write_memory_picture(memory_png, figures)
     # A study goes on after a failed run, and names it in its figures.
     return FAILED_STATUS if figures.get("failed") else None
 
@@ -58,13 +61,11 @@ def build_parser() -> ArgumentParser:
     parser = ArgumentParser(prog="benchmark.py", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, module: Any, text: str, rounds: bool = True) -> Any:
-        """Add a command that measures; returns what adds its own options."""
+    def command(name: str, run: Run, text: str, write_png: Draw | None = None, rounds: bool = True) -> Any:
+        """Add a command that measures; returns what adds its own options. write_png: draws what `run` returns."""
         added = commands.add_parser(name, help=text, allow_abbrev=False)
-        # A command has the options that its module can serve.
-        write_png = getattr(module, "write_picture", None)
-        takes_file = "json" in signature(module.run).parameters  # it writes figures as they come
-        added.set_defaults(run=module.run, write_png=write_png, writes_json=takes_file)
+        takes_file = "json" in signature(run).parameters  # it writes figures as they come
+        added.set_defaults(run=run, write_png=write_png, writes_json=takes_file)
         # Cases take turns, so that what else the machine does falls on all of them.
         if rounds:
             added.add_argument("--rounds", type=MANY, default=3, help="turns of each case; medians count (%(default)s)")
@@ -73,7 +74,7 @@ def build_parser() -> ArgumentParser:
             added.add_argument("--png", metavar="FILE", help="write a picture")
         return added.add_argument
 
-    option = command("ladder", ladder, "the steps of rung 1")
+    option = command("ladder", ladder.run, "the steps of rung 1", ladder.write_picture)
     workers = int_in_range(0, 256)
     option("--workers", type=workers, default=2, help="data workers of the steps after the first")
     option("--steps", type=MANY, default=10, help="timed iterations of each turn (%(default)s)")
@@ -81,12 +82,12 @@ def build_parser() -> ArgumentParser:
     text = "milliseconds added to the reading of each sample; measures reading ahead alone"
     option("--read_delay_ms", type=milliseconds, default=0.0, metavar="X", help=text)
 
-    option = command("data", loaders, "data loaders alone")
+    option = command("data", loaders.run, "data loaders alone")
     option("--workers", type=workers, default=2, help="data workers of each loader (%(default)s)")
     option("--frames", type=MANY, default=24, help="frames of the data to copy and read (%(default)s)")
     option("--batches", type=MANY, default=12, help="timed batches of each turn (%(default)s)")
 
-    option = command("layouts", layouts, "layouts of rungs 2 to 4: speed, memory, messages")
+    option = command("layouts", layouts.run, "layouts of rungs 2 to 4: speed, memory, messages", write_picture)
     # The first word chooses what is compared; --layouts and --sizes replace its lists.
     option("preset", choices=layouts.PRESETS, help="strategies (dp), split models (mp), shared images (domain)")
     text = "instead of the preset's, each with config keys of its own: fsdp,wrap_policy=none tp2xdp2 domain2x2"
@@ -100,7 +101,7 @@ def build_parser() -> ArgumentParser:
     option("--memory_png", metavar="FILE", help=text)
     option("--inference", action="store_true", help="forward passes without gradients: latency and memory")
 
-    option = command("scaling", scaling, "real training runs", rounds=False)
+    option = command("scaling", scaling.run, "real training runs", scaling.write_picture, rounds=False)
     option("--study", default="quick", metavar="NAME", help="named study (%(default)s)")
     option("--study_file", default="config/scaling.yaml", metavar="FILE", help="default: %(default)s")
     number = int_in_range(0, 100_000)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from distributed import attention
+from distributed import attention, attention_kernels
 from distributed.context_parallel import l2_norms
 from tests.support import parity
 from tests.support.marks import needs_torch
@@ -94,7 +94,7 @@ def test_bands_are_whole_rows_of_patches_and_make_up_the_image(ranks):
 def attention_by_blocks(device, dtype):
     """Output and gradients of attention, as the ring makes them of two blocks of keys, and as torch does in float64."""
     q, k, v, grad = torch.randn(4, 2, 3, 70, 16, dtype=dtype, device=device).unbind()
-    attend, cut = attention.kernel(q, None), 37
+    attend, cut = attention_kernels.kernel(q, None), 37
     blocks = [(k[:, :, part], v[:, :, part]) for part in (slice(cut), slice(cut, None))]
     out, lse = attention._merge(*attend.forward(q, *blocks[0]), *attend.forward(q, *blocks[1]))
     parts = [attend.backward(grad, q, *block, out.to(dtype), lse) for block in blocks]
@@ -126,8 +126,8 @@ def test_a_fused_kernel_gives_the_parts_of_blocks_of_keys(device, dtype):
 def test_the_memory_efficient_kernel_is_called_as_torch_declares_it():
     q, grad = (torch.empty(2, 3, 70, 16, device="meta") for _ in range(2))
     k, v = (torch.empty(2, 3, 33, 16, device="meta") for _ in range(2))
-    assert attention.kernel(q, None, "cuda") is attention.CudaEfficient
-    out, lse = attention.CudaEfficient.forward(q, k, v)
+    assert attention_kernels.kernel(q, None, "cuda") is attention_kernels.CudaEfficient
+    out, lse = attention_kernels.CudaEfficient.forward(q, k, v)
     assert out.shape == q.shape and lse.shape == q.shape[:3]
-    parts = attention.CudaEfficient.backward(grad, q, k, v, out, lse)
+    parts = attention_kernels.CudaEfficient.backward(grad, q, k, v, out, lse)
     assert [part.shape for part in parts] == [q.shape, k.shape, v.shape]

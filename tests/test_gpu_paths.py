@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from distributed import attention
+from distributed import attention_kernels
 from distributed.shard.spec import as_mesh
 from tests.support.refusals import refusal
 from training import checkpoint, profiling, random_streams
@@ -238,13 +238,17 @@ def test_nsight_systems_records_every_rank_and_torch_profiler_the_first(tiny_con
 
 @pytest.mark.parametrize(
     ("capability", "hip", "found"),
-    [((9, 0), None, attention.CudaFlash), ((7, 5), None, attention.Plain), ((7, 5), "7.1", attention.CudaFlash)],
+    [
+        ((9, 0), None, attention_kernels.CudaFlash),
+        ((7, 5), None, attention_kernels.Plain),
+        ((7, 5), "7.1", attention_kernels.CudaFlash),
+    ],
 )
 def test_ring_attention_takes_the_flash_kernel_where_a_gpu_has_it(monkeypatch, capability, hip, found):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 2, 64, 32))
-    assert attention.kernel(q, None) is found
+    assert attention_kernels.kernel(q, None) is found
 
 
 @pytest.mark.parametrize(("hip", "length"), [(None, 64), ("7.1", 50)])
@@ -254,7 +258,7 @@ def test_the_log_sum_exp_is_padded_for_nvidia_alone(monkeypatch, hip, length):
     backward = lambda grad, q, k, v, mask, out, lse, *others: taken.append(lse.shape[2]) or (q, k, v, None)  # noqa: E731
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_efficient_attention_backward", backward, raising=False)
     x = torch.zeros(1, 2, 50, 8)
-    attention.CudaEfficient.backward(x, x, x, x, x, torch.zeros(1, 2, 50))
+    attention_kernels.CudaEfficient.backward(x, x, x, x, x, torch.zeros(1, 2, 50))
     assert taken == [length]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from distributed import attention
+from distributed import attention, attention_kernels
 from distributed.shard.rules.attention import set_attention_method
 from tests.support.shard_parity import Case, X, check, check_all, domain_mesh, draw, errors, split
 
@@ -94,7 +94,7 @@ def test_split_tokens_attend_as_whole_ones(ranks, size, method):
 
 
 def check_without_a_fused_kernel(size):
-    with mock.patch.object(attention, "kernel", lambda q, mask: attention.Plain):
+    with mock.patch.object(attention, "kernel", lambda q, mask: attention_kernels.Plain):
         check_method(size, "ring")
 
 

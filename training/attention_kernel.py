@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn.attention import SDPBackend
 
-from distributed import attention
+from distributed import attention_kernels
 from distributed.usage import AttentionCall, Usage
 from training.step import autocast
 from utils import comm
@@ -46,11 +46,11 @@ def kernel_name(config: Config, device: torch.device, call: AttentionCall) -> st
     if call.masked:
         mask = torch.ones(tokens, tokens, dtype=torch.bool, device=device)
     if _is_ring(config):
-        kernel = attention.kernel(q, mask)
+        kernel = attention_kernels.kernel(q, mask)
         names = {
-            attention.CudaFlash: "FLASH_ATTENTION",
-            attention.CudaEfficient: "EFFICIENT_ATTENTION",
-            attention.CpuFlash: "FLASH_ATTENTION",
+            attention_kernels.CudaFlash: "FLASH_ATTENTION",
+            attention_kernels.CudaEfficient: "EFFICIENT_ATTENTION",
+            attention_kernels.CpuFlash: "FLASH_ATTENTION",
         }
         return f"{names.get(kernel, 'MATH')} (ring attention)"
     try:

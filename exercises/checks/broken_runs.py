@@ -19,7 +19,7 @@ from tools.instruments.pool import Process
 from tools.instruments.team import Case, Teams
 from tools.layout_check.check import cases_of, default_dtype, record_serially, train_layout
 from tools.layout_check.differences import TOLERANCES, errors_of
-from tools.layout_check.recording import STAGES, Key
+from tools.layout_check.parts import STAGES, Key
 from tools.tables import format_table
 from training import step
 from utils import comm

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from tools.instruments.pool import Process
 from tools.instruments.team import Case, use_mesh
-from tools.layout_check.recording import drop_rounding, members_of, own_part, part_of_rank
+from tools.layout_check.parts import part_of_rank
+from tools.layout_check.recording import drop_rounding, members_of, own_part
 from tools.layout_check.saving import load_state, save_state
 from tools.layout_check.wide import WideCasts, build_wide_step
 from tools.planner.trace import observe_step

@@ -16,25 +16,15 @@ import torch
 from torch import Tensor
 
 from tools.benchmarks.cases import check_machine
-from tools.benchmarks.layouts import OPTIONS, parse_layout, split_words
+from tools.benchmarks.layout_names import OPTIONS, parse_layout, split_words
 from tools.instruments.pool import Process
 from tools.instruments.rank_case import build_case
 from tools.instruments.team import Case, Teams, use_mesh
 from tools.layout_check import causes
 from tools.layout_check.causes import Apart
 from tools.layout_check.differences import TOLERANCES, errors_of, size_of
-from tools.layout_check.recording import (
-    FORWARD,
-    INITIAL,
-    INPUT,
-    MOMENTS,
-    RELOADED,
-    STAGES,
-    UNREDUCED,
-    Key,
-    Training,
-    record,
-)
+from tools.layout_check.parts import FORWARD, INITIAL, INPUT, MOMENTS, RELOADED, STAGES, UNREDUCED, Key
+from tools.layout_check.recording import Training, record
 from tools.planner.layouts import script_of
 from tools.tables import format_table
 from utils import comm

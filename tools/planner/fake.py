@@ -26,7 +26,7 @@ from torch.distributed.pipelining.stage import PipelineStage
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
-from distributed import attention
+from distributed import attention, attention_kernels
 from distributed.collectives import shard_sizes
 from distributed.data_parallel import DataParallelOptions
 from distributed.split import Split
@@ -134,7 +134,7 @@ def _own_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup | None
 def _gpu_kernel(choose, q, mask):
     """The kernel that ring attention chooses on a GPU: all fused kernels keep the same tensors."""
     fused = choose(q, mask, "cuda")
-    return attention.CpuFlash if fused is not attention.Plain else fused
+    return attention_kernels.CpuFlash if fused is not attention_kernels.Plain else fused
 
 
 @cache
