@@ -6,7 +6,7 @@ may walk over a container, read the weight of a module, call another method of i
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -94,10 +94,10 @@ def watch(model: nn.Module, *inputs: Tensor) -> tuple[Any, Usage]:
     model.train()
     with _random_state_kept() as drawn:
         before = _settings(model)
-        output, usage = _Watch(model).run(*inputs)
+        output, usage = _look(model, inputs)
         if before != _settings(model):  # set by the first pass, or counted in each one
             before = _settings(model)
-            output, usage = _Watch(model).run(*inputs)
+            output, usage = _look(model, inputs)
         now = _settings(model)
         changed = [name for name in now if now[name] != before.get(name)]
         if changed:
@@ -105,9 +105,38 @@ def watch(model: nn.Module, *inputs: Tensor) -> tuple[Any, Usage]:
         elif drawn():
             usage.varies = "it draws random numbers of Python or NumPy"
         if usage.varies:
-            _, of_evaluation = _Watch(model.eval()).run(*inputs)
+            _, of_evaluation = _look(model.eval(), inputs)
             usage.add(of_evaluation)
     return output, usage
+
+
+class _WholeModel:
+    """In place of the modules that a counter of FLOP follows: its hooks for them refuse gradients of their inputs."""
+
+    parents = ("Global",)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+class _NothingKept(Exception):
+    """A backward pass has begun in a look that keeps nothing for it."""
+
+
+def _look(model, inputs):
+    """Call a model once; returns its output, and the Usage."""
+    try:
+        return _Watch(model).run(inputs, keeps_graph=inputs[0].is_meta)  # where it takes no memory
+    except _NothingKept:
+        # Few models ask for gradients inside of their forward pass.
+        return _Watch(model).run(inputs, keeps_graph=True)
+
+
+def _refuse(nothing):
+    raise _NothingKept
 
 
 class _Watch:
@@ -128,8 +157,11 @@ class _Watch:
         self.views: list[tuple[str, Tensor, int]] = []  # (module, view that it has returned, its version)
         self.checkpoints = 0  # reentrant ones, one inside another
 
-    def run(self, *inputs: Tensor) -> tuple[Any, Usage]:
-        """Call the model once."""
+    def run(self, inputs: Sequence[Tensor], keeps_graph: bool) -> tuple[Any, Usage]:
+        """Call the model once. keeps_graph: whether it can ask for gradients, for which it keeps all that it computes.
+
+        Raises _NothingKept where it asks for them without.
+        """
         checkpointed = CheckpointFunction.forward
 
         def counted(*args: Any) -> Any:
@@ -153,13 +185,13 @@ class _Watch:
             stack.enter_context(patch.object(CheckpointFunction, "forward", staticmethod(counted)))
             # Inside a function that ShardTensor has a rule for, no mode is told.
             stack.enter_context(patch.object(F, SDPA.__name__, attended))
-            # Nothing goes back, so nothing is kept. On the meta device it would take no memory, and a model that asks
-            # for gradients inside of its forward pass needs it.
-            if not inputs[0].is_meta:
-                keeps_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
+            if not keeps_graph:
+                keeps_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _refuse)
                 stack.enter_context(keeps_nothing)
             stack.enter_context(torch.enable_grad())
-            counter = stack.enter_context(FlopCounterMode(display=False))
+            counter = FlopCounterMode(display=False)
+            counter.mod_tracker = _WholeModel()  # type: ignore[assignment]
+            stack.enter_context(counter)
             stack.enter_context(_Functions(self))
             stack.enter_context(_Operations(self))
             output = self.model(*inputs)

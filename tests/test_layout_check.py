@@ -202,6 +202,10 @@ def test_the_command_prints_what_differs_and_ends_with_a_status(tiny_options, tm
         (["--layouts", "sp2"], "layout 'sp2': expected sizes of"),
         (["--layouts", "dp3"], "global_batch_size 4 cannot be shared by 3 ranks"),
         (["--layouts", "dp4000", "--global_batch_size=4000"], "4000 ranks are too many"),
+        (
+            ["--model", "tests.test_untrainable_weights:Gradient", "--layouts", "domain2"],
+            r"no rule for grad .* in test_untrainable_weights.py, line \d+",
+        ),
         (["--model", "tests.support.own_models:Fails"], r"KeyError: 'no such channel' .*own_models.py, line \d+"),
     ],
 )

@@ -135,6 +135,14 @@ class Gradient(Base):
         return x + gradient
 
 
+class ReadGradient(Gradient):
+    """As Gradient, by its input; it reads a value too, so that no look at it is possible on the meta device."""
+
+    def middle(self, x):
+        is_large = x.abs().max().item() > 1e9
+        return x if is_large else x + super().middle(x.detach())
+
+
 class WrongWidth(Base):
     def middle(self, x):
         return F.linear(x, torch.ones(2, 3))
@@ -180,7 +188,12 @@ def test_empty_weights_are_refused_where_they_would_be_shared_out(ranks, tiny_co
     build(tiny_config(**options))
 
 
-@pytest.mark.parametrize("name", ["Gradient", "Recurrent"])
+@pytest.mark.parametrize("layout", ["dp2", "dp2,data_parallel=zero1"])
+def test_empty_weights_are_trained_and_saved_where_they_stay_whole(ranks, tiny_config, layout):
+    check_in_double(ranks, tiny_config, layout, SIZES | {"model": f"{HERE}:Empty"})
+
+
+@pytest.mark.parametrize("name", ["Gradient", "ReadGradient", "Recurrent"])
 def test_models_that_plain_torch_trains_are_looked_at(tiny_config, name):
     assert inspect_model(tiny_config(**SIZES, model=f"{HERE}:{name}")).output_shape == (1, 20, 11, 14)
 

@@ -335,14 +335,18 @@ def _place_of_call() -> str:
     """Where a model called the operation, for messages: the innermost line outside of torch and of ShardTensor."""
     if torch.compiler.is_compiling():
         return ""
-    # Follow the call stack outwards from here.
+    # Follow the call stack outwards from here. A mode that passes calls on may stand between a model and torch.
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
+    while frame is not None and (frame.f_code.co_filename.startswith(INSIDE) or _passes_on(frame)):
         frame = frame.f_back
     if frame is None:
         return ""
     file = Path(frame.f_code.co_filename)
     return f" in {file.name}, line {frame.f_lineno}"
+
+
+def _passes_on(frame):
+    return frame.f_code.co_name == "__torch_function__"
 
 
 def name_of(func: Callable) -> str:
