@@ -158,6 +158,13 @@ def packed_floats(path):
     return r"'fields' is packed as float32 \(scale_factor 2, add_offset 1000\): write its values"
 
 
+def packed_by_words(path):
+    write(path)
+    with h5py.File(path, "a") as file:
+        file["fields"].attrs.update(scale_factor="see the manual")
+    return r"'fields' is packed as float32 \(scale_factor see the manual\): write its values"
+
+
 def packed_integers(path):
     encoding = {"fields": {"dtype": "i2", "scale_factor": 0.01, "add_offset": 0.0}}
     dimensions = ("time", "channel", "lat", "lon")
@@ -202,6 +209,7 @@ FAULTS = {
     "raw values that are not looked for there": external_elsewhere,
     "raw values that are cut off": external_short,
     "nothing was written": nothing_written,
+    "packed by words": packed_by_words,
     "packed floats": packed_floats,
     "packed integers": packed_integers,
     "a filter that is not there": unknown_filter,

@@ -30,8 +30,9 @@ def with_a_spike(**attributes):
 def test_values_outside_of_the_range_that_a_file_states_are_refused(tmp_path, attributes):
     name = next(iter(attributes))
     line = f"swh, from 2019-.*: 1 values are outside of {name}, .*30, the first is 1000: .* missing"
-    with refusal(line, "region.nc"):
-        prepare(save(with_a_spike(**attributes), tmp_path), tmp_path)
+    source = save(with_a_spike(**attributes), tmp_path)
+    with refusal(line, source):
+        prepare(source, tmp_path)
 
 
 def test_values_at_the_end_of_a_range_are_values(tmp_path):

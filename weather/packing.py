@@ -37,8 +37,12 @@ def check_unpacked(array: Any, where: str) -> None:
     """Raise UsageError where an array is packed. where: the file and the array, as the start of the message."""
     packing = read_packing(array)
     if packing:
-        told = ", ".join(f"{name} {value}" for name, value in packing.items())
+        told = ", ".join(f"{name} {_shortly(value)}" for name, value in packing.items())
         raise UsageError(f"{where} is packed as {array.dtype} ({told}): {UNPACK}")
+
+
+def _shortly(value):
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def read_missing_values(attributes: Mapping[str, Any]) -> list[float]:
