@@ -5,6 +5,7 @@ import math
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 class BatchNormNet(nn.Sequential):
@@ -156,16 +157,19 @@ class Single(GroupNormNet):
 
 
 class HalfSingle(nn.Module):
-    """A part of it has weights in bfloat16 and computes in it; its result is normalised in float32."""
+    """A part of it has weights in bfloat16 and computes in it, again in the backward pass; float32 normalises it."""
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
         self.net = GroupNormNet(in_channels, out_channels)
         self.mix = nn.Conv2d(out_channels, out_channels, 1, dtype=torch.bfloat16)
 
+    def mixed(self, x):
+        return self.mix(x.to(torch.bfloat16)).to(dtype=torch.float32)
+
     def forward(self, x):
         x = self.net(x)
-        mixed = self.mix(x.to(torch.bfloat16)).to(dtype=torch.float32)
+        mixed = checkpoint(self.mixed, x, use_reentrant=False)
         return x + mixed * torch.rsqrt(mixed.type(torch.float32).square().mean(1, keepdim=True) + 1)
 
 

@@ -20,7 +20,7 @@ from tools.instruments.team import Case, use_mesh
 from tools.layout_check.parts import part_of_rank
 from tools.layout_check.recording import drop_rounding, members_of, own_part
 from tools.layout_check.saving import load_state, save_state
-from tools.layout_check.wide import WideCasts, build_wide_step
+from tools.layout_check.wide import build_wide_step, wide_casts
 from tools.planner.trace import observe_step
 from tools.planner.validate import counts
 from training.checkpoint import CheckpointFolder
@@ -79,7 +79,7 @@ def try_out(rank: Process, trial: Trial) -> Outcome:
     try:
         with quick_compilation(), warnings.catch_warnings(action="ignore"):  # those of torch, many times over
             use_mesh(rank, trial.case.layout)
-            casts = WideCasts() if trial.wide else nullcontext()
+            casts = wide_casts() if trial.wide else nullcontext()
             with casts:
                 return train(rank, trial)
     finally:

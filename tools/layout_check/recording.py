@@ -25,7 +25,7 @@ from tools.layout_check.parts import (
 )
 from tools.layout_check.recorder import recorded
 from tools.layout_check.saving import state_of, why_not_saved
-from tools.layout_check.wide import WideCasts, build_wide_step
+from tools.layout_check.wide import build_wide_step, wide_casts
 from training.ensemble import repeat_members, training_noise
 from training.step import TrainingStep
 from utils import comm
@@ -57,7 +57,7 @@ def record(
     read_data: on batches of the config's data, as its loader reads them, in place of random ones. folder: None: the
     state is not saved.
     """
-    with WideCasts():
+    with wide_casts():
         return _record(config, device, read_data, folder)
 
 

@@ -7,7 +7,8 @@ gathered in bfloat16 is to be seen.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,8 +33,6 @@ CASTS = {
     torch.Tensor.cfloat: torch.complex64,  # type: ignore[attr-defined]
     torch.Tensor.chalf: torch.complex32,
 }
-# Functions whose type says how bytes are read.
-READING_BYTES = {Tensor.view, torch.frombuffer}
 # Whose casts stay as they are.
 FOLDERS = (
     str(Path(torch.__file__).parent),
@@ -60,13 +59,29 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def _wide_of(dtype: torch.dtype) -> torch.dtype:
-    """The wider of a dtype of numbers and the default one; any other dtype as it is."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.promote_types(dtype, torch.get_default_dtype())
-    return dtype
+    """The wider of a dtype of numbers and the default one; any other dtype as it is, one of 8 bits too."""
+    is_of_numbers = dtype.is_floating_point or dtype.is_complex
+    if not is_of_numbers or dtype.itemsize == 1:
+        return dtype
+    return torch.promote_types(dtype, torch.get_default_dtype())
 
 
-class WideCasts(TorchFunctionMode):
+@contextmanager
+def wide_casts() -> Iterator[None]:
+    """Inside, models compute in the default dtype, in backward passes too, where checkpoints compute again."""
+    mode = _WideCasts()
+    run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    # torch takes a mode off while it handles a function, and backward() is one.
+    def run_in_mode(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return run_backward(*args, **kwargs)
+
+    with patch.object(torch.autograd, "_engine_run_backward", run_in_mode), mode:
+        yield
+
+
+class _WideCasts(TorchFunctionMode):
     """Inside, a cast in a model's own code gives the default dtype, or its complex one, in place of a narrower one.
 
     Compiled code is as it was.
@@ -81,7 +96,7 @@ class WideCasts(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         names_a_type = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
-        is_cast = func in CASTS or (names_a_type and func not in READING_BYTES)
+        is_cast = func in CASTS or (names_a_type and not _reads_bytes(func, args))
         if not is_cast or torch.compiler.is_compiling() or not _is_of_a_model(sys._getframe(1)):
             return func(*args, **kwargs)
         if func in CASTS:
@@ -89,6 +104,13 @@ class WideCasts(TorchFunctionMode):
         wide_args = [_wide_if_type(value) for value in args]
         wide_kwargs = {name: _wide_if_type(value) for name, value in kwargs.items()}
         return func(*wide_args, **wide_kwargs)
+
+
+def _reads_bytes(func, args):
+    """Tell whether a type says how the bytes of a buffer, or of whole numbers, are read."""
+    if func is Tensor.view:
+        return not (args[0].is_floating_point() or args[0].is_complex())
+    return func is torch.frombuffer
 
 
 def _wide_if_type(value: Any) -> Any:
