@@ -8,7 +8,7 @@ import xarray
 from docs.examples.own_region import region
 from tests.support.refusals import refusal
 from tests.test_prepare_data import prepare, read, save
-from weather.source_attributes import find_stated_range
+from weather.source_attributes import check_stated_range, find_stated_range
 from weather.time_decoding import decode_numbers
 
 
@@ -35,13 +35,12 @@ def test_values_outside_of_the_range_that_a_file_states_are_refused(tmp_path, at
         prepare(source, tmp_path)
 
 
-def test_values_at_the_end_of_a_range_are_values(tmp_path):
-    data = region()
-    swh = data.swh.values
-    # 0.1 in double precision is less than 0.1 in single precision.
-    bounds = np.array([swh.min(), swh.max()], np.float64) * (1 - 1e-8)
-    out = prepare(save(data.assign(swh=data.swh.assign_attrs(valid_range=bounds)), tmp_path), tmp_path)
-    np.testing.assert_allclose(read(out)[:, 2], swh[:32], atol=1e-6)
+def test_values_at_the_end_of_a_range_are_values():
+    variable = xarray.Variable("x", np.zeros(2, "f4"), {"valid_max": 30.0})
+    bound = np.float32(30)
+    check_stated_range(np.array([np.nextafter(bound, bound + 1)]), variable, "a.nc", "x", "2020-01-01")
+    with refusal("1 values are outside of valid_max", "a.nc: x, from 2020-01-01 on"):
+        check_stated_range(np.array([bound + np.float32(1e-3)]), variable, "a.nc", "x", "2020-01-01")
 
 
 def test_a_range_is_of_stored_numbers_or_of_values():
@@ -54,6 +53,7 @@ def test_a_range_is_of_stored_numbers_or_of_values():
     assert stated("f4", valid_min=np.float32(-1)) == (-1, np.inf)
     assert stated("i2", valid_range=np.array([0, 100], "i2"), scale_factor=-1.0) == (-100, 0)
     assert stated("i1", valid_max=np.int8(-2), _Unsigned="true", scale_factor=0.5) == (-np.inf, 127)
+    assert stated("i1", valid_range=np.array([0, -2], "i1"), _Unsigned="true") == (0, 254)
     assert stated("f4", valid_range="0 to 100") is None
     assert stated("f4") is None
 

@@ -93,10 +93,10 @@ class Store:
             factor, offset = self._conversion(quantity, field)
             # A number that float32 cannot hold becomes infinite, which is found among the values later.
             with reading_quietly(f"{self.address}: {field.name}"), np.errstate(over="ignore"):
-                where = f"{self.address}: {field.name}"
-                check_packing(field.variable, where)
+                check_packing(field.variable, self.address, field.name)
                 values = read_field(field, self.axes, indices, frames)
-                check_stated_range(values, field.variable, f"{where}, from {minute(self.times[frames[0]])} on")
+                since = minute(self.times[frames[0]])
+                check_stated_range(values, field.variable, self.address, field.name, since)
                 if (factor, offset) != (1, 0):
                     values = values * float(factor) + offset
                 read.append(values.astype(np.float32, copy=False))

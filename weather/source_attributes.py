@@ -16,39 +16,39 @@ RANGE_NAMES = ("valid_range", "valid_min", "valid_max")
 ROUNDING = 1e-6  # of the larger bound
 
 
-def check_packing(variable: xarray.Variable, where: str) -> None:
-    """Raise UsageError for a factor or an offset that is no number. where: source and variable, the message's start."""
-    for name in NEUTRAL_PACKING:
-        stated = variable.attrs.get(name)
+def check_packing(variable: xarray.Variable, address: str, name: str) -> None:
+    """Raise UsageError for a factor or an offset that is no number. address, name: of the variable."""
+    for attribute in NEUTRAL_PACKING:
+        stated = variable.attrs.get(attribute)
         if isinstance(stated, str | bytes):
-            path, _, variable_name = where.rpartition(": ")
             raise UsageError(
-                f"{where}: {name} is the text {stated!r}, which is no number: write one (ncatted -a "
-                f"{name},{variable_name},o,d,NUMBER {path})"
+                f"{address}: {name}: {attribute} is the text {stated!r}, which is no number: write one (ncatted -a "
+                f"{attribute},{name},o,d,NUMBER {address})"
             )
 
 
-def check_stated_range(values: np.ndarray, variable: xarray.Variable, where: str) -> None:
+def check_stated_range(values: np.ndarray, variable: xarray.Variable, address: str, name: str, since: str) -> None:
     """Raise UsageError for values (T, L, H, W), unpacked, that are missing as the file states its range.
 
-    where: source, variable and first date, to begin the message. NaN is not looked at.
+    address, name: of the variable; since: the first date. NaN is not looked at.
     """
     stated = find_stated_range(variable)
     if stated is None or np.isinf(stated).all():
         return
     lowest, highest = stated
-    # A bound in double precision is not exactly a value in single precision.
+    # Unpacking in single precision misses a bound by a rounding.
     finite = [abs(bound) for bound in stated if np.isfinite(bound)]
     rounding = ROUNDING * max(finite)
     is_outside = (values < lowest - rounding) | (values > highest + rounding)
     if not is_outside.any():
         return
-    names = [name for name in RANGE_NAMES if name in variable.attrs]
+    names = [attribute for attribute in RANGE_NAMES if attribute in variable.attrs]
     first = values[is_outside][0]
     raise UsageError(
-        f"{where}: {is_outside.sum()} values are outside of {' and '.join(names)}, {lowest:g} to {highest:g}, the "
-        f"first is {first:g}: by these attributes they are missing. Fill them first (xarray: where, interpolate_na), "
-        "or take the attributes off where the values are right (ncatted -a valid_.*,VARIABLE,d,,)"
+        f"{address}: {name}, from {since} on: {is_outside.sum()} values are outside of {' and '.join(names)}, "
+        f"{lowest:g} to {highest:g}, the first is {first:g}: by these attributes they are missing. Fill them first "
+        "(xarray: where, interpolate_na), or take the attributes off where the values are right (ncatted -a "
+        f"{names[0]},{name},d,, {address})"
     )
 
 
@@ -91,9 +91,8 @@ def _unpack(bound: np.ndarray | None, variable: xarray.Variable) -> float | None
     if bound is None:
         return None
     attributes = variable.attrs
-    is_packed = any(name in attributes for name in NEUTRAL_PACKING)
     is_stored_kind = variable.dtype.kind in "iu" and bound.dtype.kind in "iu"
-    if not is_packed or not is_stored_kind:
+    if not is_stored_kind:
         return float(bound[0])
     # Bytes without a sign are stored, and bounded, as bytes with one.
     stored_bytes = variable.dtype.itemsize
