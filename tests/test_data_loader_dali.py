@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -128,6 +129,30 @@ def test_a_lost_process_is_an_error_that_ends_the_others(loaders):
         subprocess.run(["kill", f"-{name}", str(other)], check=True)  # not from the trainer: ignored
     time.sleep(0.2)
     next(batches)
+    os.kill(victim, signal.SIGKILL)
+    with refusal("a data worker ended with exit code -9"):
+        list(batches)
+    assert workers() == set()
+
+
+@needs_dali
+def test_a_second_loss_while_the_first_is_asked_for_leaves_no_process_that_seems_to_live(loaders, monkeypatch):
+    """The signal of another process that ends comes in between the system's answer and its being noted."""
+    asked = os.waitpid
+
+    def answer_and_signal(pid, flags):
+        if threading.current_thread() is not threading.main_thread():
+            return 0, 0  # DALI's thread asks too, and may be the first: not here
+        answer = asked(pid, flags)
+        if answer[0]:
+            signal.raise_signal(signal.SIGCHLD)
+        return answer
+
+    loader, _ = loaders(num_data_workers=2)
+    batches = loader.train(0, 0, 30)
+    next(batches)
+    victim, _ = workers()
+    monkeypatch.setattr(os, "waitpid", answer_and_signal)
     os.kill(victim, signal.SIGKILL)
     with refusal("a data worker ended with exit code -9"):
         list(batches)

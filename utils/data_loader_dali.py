@@ -57,6 +57,10 @@ class DaliDataLoader(BatchLoader):
             stream.close()
 
 
+class LostWorkerError(Exception):
+    """A reading process has ended. It is no OSError: multiprocessing takes those for an answer of the system."""
+
+
 class BatchStream:
     """A DALI pipeline and its processes, which give the batches of the source one after another."""
 
@@ -115,13 +119,18 @@ class BatchStream:
         raise kind(message)  # out here it does not hold DALI's frames, so the processes can end
 
     def _check(self, within: float) -> None:
-        if self._loss(within):
-            raise ChildProcessError
+        # It asks for no exit code: a second signal in mid-question would lose it, and that process would seem to live.
+        if self._ended(within):
+            raise LostWorkerError
+
+    def _ended(self, within: float) -> bool:
+        """Whether a process has ended, or ends in so many seconds."""
+        sentinels = [worker.sentinel for worker in self.workers]
+        return bool(connection.wait(sentinels, within))
 
     def _loss(self, within: float) -> str:
         """An error for a process that has ended, or ends in so many seconds; '' while all live."""
-        sentinels = [worker.sentinel for worker in self.workers]
-        if not connection.wait(sentinels, within):
+        if not self._ended(within):
             return ""
         for worker in self.workers:
             worker.join(1)  # DALI ends the others, with 0
