@@ -216,6 +216,20 @@ def test_what_the_file_itself_calls_missing_is_not_weather(data, tiny_config):
         loaders(tiny_config, data)
 
 
+def test_what_is_outside_of_the_range_that_the_file_states_is_not_weather(data, tiny_config):
+    """One point of each frame, which without the attribute might be the noise of a compression."""
+
+    def change(fields):
+        fields[:, C["z1000"], 3, 4] = -9000.0
+
+    spoil(data / "train/1979.h5", change)
+    loaders(tiny_config, data)
+    with h5py.File(data / "train/1979.h5", "r+", locking=False) as file:
+        file["fields"].attrs["valid_min"] = np.float32(-8000)
+    with refusal(r"channel 8 \(z1000\) is -9000, outside -8000 to inf: by the valid range of fields it is missing"):
+        loaders(tiny_config, data)
+
+
 # ---- what is sound
 
 

@@ -8,7 +8,8 @@ import xarray
 from docs.examples.own_region import region
 from tests.support.refusals import refusal
 from tests.test_prepare_data import prepare, read, save
-from weather.source_attributes import check_stated_range, find_stated_range
+from weather.source_attributes import check_stated_range
+from weather.stated_range import find_stated_range
 from weather.time_decoding import decode_numbers
 
 
@@ -45,7 +46,7 @@ def test_values_at_the_end_of_a_range_are_values():
 
 def test_a_range_is_of_stored_numbers_or_of_values():
     def stated(dtype, **attributes):
-        return find_stated_range(xarray.Variable("x", np.zeros(2, dtype), attributes))
+        return find_stated_range(attributes, np.dtype(dtype))
 
     packed = {"scale_factor": 0.5, "add_offset": 10.0}
     assert stated("i2", valid_range=np.array([0, 100], "i2"), **packed) == (10, 60)
@@ -54,8 +55,10 @@ def test_a_range_is_of_stored_numbers_or_of_values():
     assert stated("i2", valid_range=np.array([0, 100], "i2"), scale_factor=-1.0) == (-100, 0)
     assert stated("i1", valid_max=np.int8(-2), _Unsigned="true", scale_factor=0.5) == (-np.inf, 127)
     assert stated("i1", valid_range=np.array([0, -2], "i1"), _Unsigned="true") == (0, 254)
-    assert stated("f4", valid_range="0 to 100") is None
-    assert stated("f4") is None
+    nothing = (-np.inf, np.inf)
+    assert stated("f4", valid_range="0 to 100") == nothing
+    assert stated("f4", valid_range=h5py.Empty("f4")) == nothing
+    assert stated("f4") == nothing
 
 
 def test_a_factor_that_is_text_is_named(tmp_path):

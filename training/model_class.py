@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 # Folders whose code calls a model, or is called by it.
 LOOKING_ON = (
     str(Path(torch.__file__).parent),
-    *(str(ROOT / folder) for folder in ("distributed", "training", "tools")),
+    *(str(ROOT / folder) for folder in ("distributed", "training", "utils", "tools")),
 )
 
 

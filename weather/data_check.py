@@ -17,6 +17,7 @@ from utils.errors import UsageError
 from weather.channels import channel_key
 from weather.dataset import FieldDataset
 from weather.packing import read_missing_values
+from weather.stated_range import find_stated_range
 from weather.statistics import ANYWAY, FrameSums
 from weather.time_axis import TimeAxis, show
 from weather.value_check import Problem, ValueCheck
@@ -86,8 +87,14 @@ class CheckedDataset:
 
     def _build_check(self, file: YearFile) -> ValueCheck:
         """The check of a file, which may say what it writes where it has nothing."""
-        missing = read_missing_values(getattr(file.fields, "attrs", {}))
-        return ValueCheck(self.keys, units=self.dataset.description.units, missing_values=missing)
+        fields = file.fields
+        attributes = getattr(fields, "attrs", {})
+        return ValueCheck(
+            self.keys,
+            units=self.dataset.description.units,
+            missing_values=read_missing_values(attributes),
+            stated_range=find_stated_range(attributes, fields.dtype),
+        )
 
     def read(self, look: Look) -> np.ndarray:
         """The rows of some frames, (T, C, R, W)."""

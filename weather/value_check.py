@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weather.channels import ERA5, QUANTITIES, value_range
+from weather.stated_range import widen_by_rounding
 
 # Nothing in ERA5's units is as large. NetCDF's default fill value is 9.97e36, that of CMIP 1e20.
 FILL_VALUE = 1e15
@@ -68,6 +69,7 @@ class ValueCheck:
     is outside by more than the range's width, or a tenth of the points of a frame.
     units: of each channel, where they may be others than ERA5's. Without them, or with "", they are ERA5's; channels in
     units that era5.yaml does not know have no range. missing_values: what the file itself writes where it has nothing.
+    stated_range: (lowest, highest) value that the file says is no missing one, in any channel.
     """
 
     def __init__(
@@ -76,8 +78,10 @@ class ValueCheck:
         strict: bool = False,
         units: Sequence[str] = (),
         missing_values: Sequence[float] = (),
+        stated_range: tuple[float, float] = (-np.inf, np.inf),
     ):
         self.strict = strict
+        self.stated_range = stated_range
         # No units mean ERA5's.
         stated = units or [""] * len(keys)
         self.bounds = [find_bounds(key, theirs) for key, theirs in zip(keys, stated, strict=True)]
@@ -101,6 +105,8 @@ class ValueCheck:
         is_in_range = (low >= self.lowest) & (high <= self.highest)
         is_in_range &= high >= self.least_highest
         is_in_range &= (low > -FILL_VALUE) & (high < FILL_VALUE)
+        lowest_stated, highest_stated = widen_by_rounding(self.stated_range)
+        is_in_range &= (low >= lowest_stated) & (high <= highest_stated)
         # A channel that nobody knows may be constant, a whole frame may not.
         is_constant = low == high
         is_constant &= self.is_known | is_constant.all(1, keepdims=True)
@@ -153,6 +159,14 @@ class ValueCheck:
         if is_filled.any():
             place = _first(is_filled)
             return place, f"is {field[place]:g}, a fill value: was it never written?"
+
+        lowest_stated, highest_stated = widen_by_rounding(self.stated_range)
+        is_missing = (field < lowest_stated) | (field > highest_stated)
+        if is_missing.any():
+            place = _first(is_missing)
+            stated = "{:g} to {:g}".format(*self.stated_range)
+            hint = "by the valid range of fields it is missing: fill it, or take the attribute off"
+            return place, f"is {field[place]:g}, outside {stated}: {hint}"
 
         is_outside = (field < bounds.lowest) | (field > bounds.highest)
         if is_outside.any() and not self._is_tolerated(field, is_outside, bounds):

@@ -9,7 +9,6 @@ gathered in bfloat16 is to be seen.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -21,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 from distributed.ties import keep_ties
 from training.assembly import build_step
 from training.model import build_model
+from training.model_class import LOOKING_ON
 from training.step import TrainingStep
 from utils.schema import Config
 
-ROOT = Path(__file__).parents[2]
 # Methods that cast without naming a type.
 CASTS = {
     Tensor.float: torch.float32,
@@ -33,11 +32,6 @@ CASTS = {
     torch.Tensor.cfloat: torch.complex64,  # type: ignore[attr-defined]
     torch.Tensor.chalf: torch.complex32,
 }
-# Whose casts stay as they are.
-FOLDERS = (
-    str(Path(torch.__file__).parent),
-    *(str(ROOT / folder) for folder in ("distributed", "training", "utils", "tools")),
-)
 
 
 def build_wide_step(config: Config, device: torch.device) -> TrainingStep:
@@ -122,4 +116,4 @@ def _is_of_a_model(frame: FrameType) -> bool:
     # Other modes pass the calls on: the look at a model has one.
     while frame.f_code.co_name == "__torch_function__" and frame.f_back:
         frame = frame.f_back
-    return not frame.f_code.co_filename.startswith(FOLDERS)
+    return not frame.f_code.co_filename.startswith(LOOKING_ON)  # whose casts stay as they are
