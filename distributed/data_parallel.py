@@ -13,9 +13,7 @@ arXiv:2304.11277). Whatever the strategy, the update is that of one device with 
 """
 
 import contextlib
-import re
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -26,6 +24,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.agreed_layers import LayerWatch
+from distributed.data_parallel_options import (
+    DataParallelOptions,
+    check_recomputation,
+    check_types,
+    is_sharded,
+    naming_gather_dtype,
+    why_unused,
+)
 from distributed.parallel_model import ParallelModel
 from distributed.sharded_units import GATHER_DTYPES, share_out
 from distributed.split import Split
@@ -36,32 +42,9 @@ from distributed.written_weights import WriteWatch, check_writes
 from utils import comm
 from utils.config import SHARDED
 from utils.device import device_module, on_capture_stream
-from utils.errors import LayoutError, UsageError, first_line
+from utils.errors import LayoutError
 from utils.layout import shard_sizes
 from utils.sharded import is_dtensor, is_fsdp_module
-
-OF_DTYPES = re.compile(r"\btypes?\b|dtype|BFloat16|Half")  # in messages of torch
-
-
-@dataclass(frozen=True)
-class DataParallelOptions:
-    """Settings of data parallelism: what ranks share, and how. Its fields are named in the config (utils/schema.py)."""
-
-    data_parallel: str = "ddp"
-    noddp: bool = False
-    bucket_cap_mb: float = 25
-    gradient_compression: str = "none"
-    wrap_policy: str = "block"
-    wrap_min_params: int = 1_000_000
-    prefetch: int = 0
-    gather_dtype: str = "none"
-    cpu_offload: bool = False
-    sync_batchnorm: bool = False
-    gradient_accumulation: int = 1
-    enable_cuda_graphs: bool = False
-    amp_mode: str = "none"
-    longest_rollout: int = 1
-    ensemble_size: int = 1
 
 
 def fully_shard_model(
@@ -123,56 +106,6 @@ def fully_shard_model(
     if dtype is not None:
         model.forward = naming_gather_dtype(model.forward, options)
     return shared.whole
-
-
-def is_sharded(options: DataParallelOptions) -> bool:
-    """Tell whether fully_shard cuts the parameters."""
-    return options.data_parallel in SHARDED and comm.get_size("grad_reduce") > 1
-
-
-def check_recomputation(
-    model: nn.Module,
-    modules: Iterable[nn.Module],
-    usage: Usage,
-    options: DataParallelOptions,
-) -> None:
-    """Raise LayoutError for modules that a reentrant checkpoint runs several times before gradients are reduced.
-
-    fully_shard reduces a unit's gradient for one of these calls and loses that of the others, unless the first call, of
-    which the gradient comes last, was a plain one. DistributedDataParallel takes a second gradient for an error.
-    """
-    names = {module: name for name, module in model.named_modules()}
-    sharded = is_sharded(options)
-    for module in modules:
-        name = names[module]
-        concerns = usage.recomputed.get(name, False) if sharded else name in usage.recomputed
-        is_repeated = usage.calls.get(name, 0) > 1 or options.longest_rollout > 1
-        if concerns and is_repeated:
-            steps = options.longest_rollout
-            how = f"in {steps} steps of a forecast" if steps > 1 else "several times"
-            instead = "--wrap_policy none" if sharded else "--gradient_accumulation 1"
-            raise LayoutError(
-                f"{options.data_parallel}: '{name}' runs in a reentrant checkpoint {how}, whose gradients cannot be "
-                "reduced: call torch.utils.checkpoint.checkpoint with use_reentrant=False, or give " + instead
-            )
-
-
-def naming_gather_dtype(forward: Callable[..., Any], options: DataParallelOptions) -> Callable[..., Any]:
-    """A forward function that raises UsageError, naming the option, where dtypes of tensors do not go together."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return forward(*args, **kwargs)
-        except RuntimeError as error:
-            if not OF_DTYPES.search(str(error)):
-                raise
-            raise UsageError(
-                f"gather_dtype {options.gather_dtype}: {first_line(error)}: weights and inputs of modules are in "
-                f"{options.gather_dtype}, and the model mixes them with others: give --amp_mode "
-                f"{options.gather_dtype}, which chooses the type of each operation, or --gather_dtype none"
-            ) from error
-
-    return call
 
 
 def data_parallel(
@@ -256,47 +189,12 @@ def _share_out_and_allocate(
     return whole
 
 
-def check_types(model: nn.Module, options: DataParallelOptions) -> None:
-    """Raise LayoutError, naming a weight, where a strategy cannot share out weights of its type, or empty ones."""
-    if options.data_parallel == "ddp" or comm.get_size("grad_reduce") == 1:
-        return
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    for name, parameter in trained:
-        if parameter.is_complex():
-            raise LayoutError(f"{options.data_parallel} cannot share out the complex weight '{name}': use ddp")
-        if options.data_parallel != "zero1" and not parameter.numel():
-            raise LayoutError(f"{options.data_parallel} cannot share out '{name}', which has no elements: use ddp")
-        first, other = trained[0]
-        if options.data_parallel == "zero1" and parameter.dtype != other.dtype:
-            first_type = str(other.dtype).removeprefix("torch.")
-            other_type = str(parameter.dtype).removeprefix("torch.")
-            raise LayoutError(
-                f"zero1 shares out weights of one type: '{first}' is in {first_type}, '{name}' in {other_type}: "
-                "use ddp or fsdp"
-            )
-
-
 def gather_once(model: nn.Module) -> None:
     """Gather each unit once: one that the model skips in all micro-batches of a step lacks what torch expects of it."""
     for module in model.modules():
         if is_fsdp_module(module):
             module.unshard()
             module.reshard()
-
-
-def why_unused(trained: Collection[str], usage: Usage, options: DataParallelOptions, split: Split) -> str:
-    """Why DistributedDataParallel must look for weights without a gradient, in words; "" where it need not.
-
-    trained: names of weights. In a reentrant checkpoint it cannot find them, nor in a captured graph or a pipeline's.
-    """
-    if split.stages or usage.recomputed or options.enable_cuda_graphs:
-        return ""
-    if usage.varies:
-        return f"another pass may skip some: {usage.varies}"
-    unused = [name for name in trained if name not in usage.reached]
-    if unused and options.gradient_accumulation > 1:  # otherwise the first step tells
-        return f"'{unused[0]}' gets no gradient"
-    return ""
 
 
 def allocate(module: nn.Module, device: torch.device, cpu_offload: bool) -> None:
@@ -346,42 +244,3 @@ def replicate(
 def reduce_in_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """The hook of torch, which DDP itself accepts with NCCL only; gloo reduces bfloat16 too."""
     return bf16_compress_hook(group, bucket)
-
-
-def build_zero1_optimizer(
-    optimizer_class: Callable[..., torch.optim.Optimizer],
-    groups: Sequence[dict[str, Any]],
-    **options: Any,
-) -> torch.optim.Optimizer:
-    """An optimizer whose state is shared out: each rank updates its share of the parameters and broadcasts them.
-
-    groups: of parameters, as any optimizer takes them, each shared out by itself.
-    """
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
-
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    strides = [parameter.stride() for parameter in parameters]
-    optimizer = ZeroRedundancyOptimizer(
-        groups,
-        optimizer_class,  # type: ignore[arg-type]  # or a function that makes one
-        process_group=comm.get_group("grad_reduce"),
-        parameters_as_bucket_view=True,
-        **options,
-    )
-    for parameter, stride in zip(parameters, strides, strict=True):
-        set_strides(parameter, stride)
-    return optimizer
-
-
-@torch.no_grad()
-def set_strides(parameter: nn.Parameter, stride: Sequence[int]) -> None:
-    """Arrange the elements of a parameter in the memory that it has, which is contiguous, by other strides.
-
-    ZeroRedundancyOptimizer makes parameters contiguous in its buckets; gradients keep the strides of before. A fused
-    optimizer reads both element by element as they lie in memory.
-    """
-    if parameter.stride() == stride:
-        return
-    value = parameter.clone()
-    parameter.data = parameter.as_strided(parameter.shape, stride)
-    parameter.copy_(value)

@@ -28,10 +28,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from distributed.context_parallel import check_attention
 from distributed.protocol import SplittableAttention, points_kept_together
 from distributed.shard.axes import Axes, Axis, merged, unsplit_axes
+from distributed.shard.calls import INSIDE
 from distributed.shard.operands import to_spec
 from distributed.shard.rules.attention import set_attention_method
 from distributed.shard.spec import Mesh, Spec, as_mesh
-from distributed.shard.tensor import INSIDE, find_libraries
+from distributed.shard.tensor import find_libraries
 from distributed.shard_tensor import ShardTensor, local, part_of, replicate, set_fallback, sum_partial, wrap
 from distributed.sharded_units import GATHER_DTYPES
 from distributed.split import Split

@@ -76,7 +76,7 @@ def global_view(tensors: Tensors, split: Split) -> Tensors:
 
     A tensor split over the tensor-parallel ranks becomes a DTensor of the same memory. A tensor split over the domain
     ranks, in pieces that no DTensor can describe, is gathered: call take_parts after loading.
-    tensors: as of checkpoint.collect_state, weights and moments by the parameter's name.
+    tensors: as of checkpoint_state.collect_state, weights and moments by the parameter's name.
     """
     is_split = bool(split.dims or split.specs)
     if not is_split:

@@ -21,8 +21,9 @@ from tools.benchmarks import cases, layout_pictures, layouts
 from tools.benchmarks.layouts import INDEPENDENT, ONE, STRATEGIES, domain_cases, layout_cases
 from tools.instruments.counting import Collective
 from tools.instruments.pool import is_out_of_memory
+from tools.instruments.step_phases import phases_of
 from tools.instruments.team import Teams
-from tools.instruments.tracker import Tracker, by_phase, phases_of
+from tools.instruments.tracker import Tracker, by_phase
 from tools.planner.trace import HELD, STATES, trace_step
 from tools.tables import MIB
 from training.model import build_model

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tests.support import programs
 from tests.support.refusals import refusal
 from training import checkpoint_files
-from training.checkpoint import CheckpointFolder, collect_state, restore_state
+from training.checkpoint import CheckpointFolder
 from training.checkpoint_files import (
     DTYPES,
     MARKER,
@@ -28,6 +28,7 @@ from training.checkpoint_files import (
     verify,
     write_safetensors,
 )
+from training.checkpoint_state import collect_state, restore_state
 from utils import comm
 from utils.errors import UsageError
 

@@ -21,7 +21,7 @@ from tests.support.layout_parity import (
 )
 from tests.support.marks import slow_but
 from tests.support.refusals import refusal
-from training.checkpoint import collect_state, restore_state
+from training.checkpoint_state import collect_state, restore_state
 from training.model import build_model, initial_weights
 from training.tasks import build_task
 from utils import comm

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from distributed import attention_kernels
 from distributed.shard.spec import as_mesh
 from tests.support.refusals import refusal
-from training import checkpoint, profiling, random_streams
+from training import checkpoint, checkpoint_state, profiling, random_streams
 from training.profiling import build_profiler
 from training.tasks import build_task
 from utils import comm, connection, device, launch
@@ -178,9 +178,9 @@ def test_random_numbers_of_any_accelerator_are_kept(monkeypatch):
     monkeypatch.setattr(torch.xpu, "set_rng_state", kept.append)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
-    state = checkpoint.collect_state(model, optimizer)
+    state = checkpoint_state.collect_state(model, optimizer)
     assert state["random"].keys() == {"cpu0", "xpu0", "python0", "numpy0"}
-    checkpoint.restore_state(state, model, optimizer)
+    checkpoint_state.restore_state(state, model, optimizer)
     assert kept == [torch.tensor([7])]
 
 

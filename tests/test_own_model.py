@@ -9,7 +9,8 @@ from tests.support import own_models
 from tests.support.layout_parity import build, check_in_double, ranks_and_options, train_in_double, train_steps
 from tests.support.refusals import refusal
 from tools.planner.trace import trace_step
-from training.checkpoint import CheckpointFolder, collect_state, restore_state
+from training.checkpoint import CheckpointFolder
+from training.checkpoint_state import collect_state, restore_state
 from training.model import build_model, initial_weights
 from training.tasks import build_task
 

@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from networks.vit import ViT
 from tests.support.marks import slow_but
 from tools.checkpoint import export, load_weights
-from training.checkpoint import CheckpointFolder, collect_state, restore_state
+from training.checkpoint import CheckpointFolder
+from training.checkpoint_state import collect_state, restore_state
 from training.trained_weights import find, stored_tensors
 from utils import comm
 

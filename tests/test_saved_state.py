@@ -10,7 +10,7 @@ from tests.support.layout_parity import build, check_chain, check_in_double, tra
 from tests.support.refusals import refusal
 from tests.test_training import check_resume, run  # noqa: F401  # a fixture
 from tools.checkpoint import export
-from training.checkpoint import collect_state, make_moments, restore_state
+from training.checkpoint_state import collect_state, make_moments, restore_state
 from training.trained_weights import find, stored_tensors
 
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from distributed.data_parallel import build_zero1_optimizer
 from distributed.parallel_model import ParallelModel
 from distributed.whole_matrices import cuts_of
+from distributed.zero1 import build_zero1_optimizer
 from training.muon import MatrixPart, Muon
 from training.weight_roles import Role, weight_roles
 from utils import comm

@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 from distributed.weight_shards import global_view, take_parts
-from training.checkpoint import CheckpointFolder, restore_state
+from training.checkpoint import CheckpointFolder
+from training.checkpoint_state import restore_state
 from training.model_state import check_unchanged, collect_extra, collect_weights, described
 from training.run_folder import RunFolder
 from training.run_notes import describe_devices, log_notes

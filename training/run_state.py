@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from training.checkpoint import State, collect_state
 from training.checkpoint_files import config_of
+from training.checkpoint_state import State, collect_state
 from training.external_weights import is_external, load_external_weights, match_weights
 from training.model_state import collect_extra, later_names
 from training.step import TrainingStep

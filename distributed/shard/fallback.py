@@ -16,10 +16,11 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from distributed.shard import tensor as shard_tensor
 from distributed.shard.axes import unsplit_axes
+from distributed.shard.calls import name_of
 from distributed.shard.guards import SEES_PARTS
 from distributed.shard.operands import check_writable, replicate, scale_grad_by_replicas, to_spec
 from distributed.shard.spec import Mesh, Spec
-from distributed.shard.tensor import ShardTensor, dispatch, local, made_whole, name_of, wrap
+from distributed.shard.tensor import ShardTensor, dispatch, local, made_whole, wrap
 from utils.torch_private import storage_id
 
 FALLBACKS = "error", "gather"

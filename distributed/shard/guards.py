@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._functorch import eager_transforms, vmap
 from torch.autograd.function import Function, _SingleLevelFunction
 
+from distributed.shard.calls import flatten_arguments
 from distributed.shard.hacks import replace_backward
 from distributed.shard.operands import gradient_spec
 from distributed.shard.rules.attributes import as_gradient
@@ -25,7 +26,6 @@ from distributed.shard.tensor import (
     LocalTensors,
     ShardTensor,
     dispatch,
-    flat,
     local,
     rules_apply,
     wrap,
@@ -47,7 +47,7 @@ def ask(
 
     @functools.wraps(function)
     def asking(*args: Any, **kwargs: Any) -> Any:
-        if rules_apply() and any(isinstance(a, ShardTensor) for a in flat(args, kwargs)):
+        if rules_apply() and any(isinstance(a, ShardTensor) for a in flatten_arguments(args, kwargs)):
             # A function that is shown by another name has its rules under that name.
             registered = asking if shown else function
             return dispatch(registered, *args, **kwargs)

@@ -13,11 +13,9 @@ parallelism does that once per step.
 PyTorch's notes on extending torch describe torch.Tensor.as_subclass and __torch_function__.
 """
 
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from types import FrameType, FunctionType, GetSetDescriptorType, NoneType
+from collections.abc import Callable, Sequence
+from types import FunctionType, GetSetDescriptorType, NoneType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -26,6 +24,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling  # one call, where is_compiling takes two
 from torch.distributed.device_mesh import DeviceMesh
 
+from distributed.shard.calls import flatten_arguments, name_of, place_of_call
 from distributed.shard.redistribute import as_dtensor, chunks, redistribute
 from distributed.shard.spec import CannotSplit, Mesh, Pieces, Spec, as_mesh, spec_of
 from utils.errors import UsageError
@@ -38,7 +37,6 @@ LIBRARIES: list[Callable[[], None]] = []  # each lets the functions of a library
 COMPOSED = set[Callable]()  # functions whose rules call other operations on ShardTensors
 made_whole = Counter[str]()  # bytes of results that every rank has whole, by operation: see _count_whole
 NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
-INSIDE = (str(Path(__file__).parent), str(Path(torch.__file__).parent))  # of ShardTensor and of torch
 # Types of arguments that are no ShardTensors, asked first: isinstance of a class of tensors takes five times as long.
 NEVER_SPLIT = {NoneType, bool, int, float, Tensor, torch.nn.Parameter}
 LocalTensors = torch._C.DisableTorchFunctionSubclass  # in this context ShardTensors behave as their local parts
@@ -240,7 +238,7 @@ def _count_whole(func, args, kwargs, result):
     with LocalTensors():
         # Inside, numel is that of a rank's part.
         parts = []
-        for x in flat(args, kwargs):
+        for x in flatten_arguments(args, kwargs):
             if isinstance(x, ShardTensor) and x.spec.split_dims:
                 parts.append(x.numel())
         if parts and result.numel() >= max(parts):
@@ -320,43 +318,15 @@ def no_rule(
     why: str = "",
 ) -> NoRule:
     """The error for an operation that no rule computes."""
-    specs = [str(a.spec) for a in flat(args, kwargs) if isinstance(a, ShardTensor)]
+    specs = [str(a.spec) for a in flatten_arguments(args, kwargs) if isinstance(a, ShardTensor)]
     operands = ", ".join(specs)
     reason = f": {why}" if why else ""
     return NoRule(
-        f"ShardTensor: no rule for {name_of(func)} of {operands}{_place_of_call()}{reason}. Either bring "
+        f"ShardTensor: no rule for {name_of(func)} of {operands}{place_of_call()}{reason}. Either bring "
         "the tensor into a form that has one (x.redistribute([Replicate()]), x.full_tensor()), register a rule with "
         "@distributed.shard_tensor.rule (docs/reference/domain_parallel.md shows how), or compute what has none on "
         "whole tensors: --domain_fallback gather, set_fallback('gather')"
     )
-
-
-def _place_of_call() -> str:
-    """Where a model called the operation, for messages: the innermost line outside of torch and of ShardTensor."""
-    if torch.compiler.is_compiling():
-        return ""
-    # Follow the call stack outwards from here. A mode that passes calls on may stand between a model and torch.
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and (frame.f_code.co_filename.startswith(INSIDE) or _passes_on(frame)):
-        frame = frame.f_back
-    if frame is None:
-        return ""
-    file = Path(frame.f_code.co_filename)
-    return f" in {file.name}, line {frame.f_lineno}"
-
-
-def _passes_on(frame):
-    return frame.f_code.co_name == "__torch_function__"
-
-
-def name_of(func: Callable) -> str:
-    """The name by which messages call a torch function."""
-    name: Any = getattr(func, "__name__", None) or getattr(func, "name", str(func))
-    is_accessor = name in ("__get__", "__set__")
-    if not is_accessor:
-        return name
-    attribute = getattr(func, "__self__", None)  # the descriptor, which has the name of the attribute
-    return getattr(attribute, "__name__", name)
 
 
 # Set by shard/fallback.py: what computes an operation that no rule computes.
@@ -375,15 +345,3 @@ def _refused(error, func, args, kwargs):
     if on_refusal is None:
         raise error
     return on_refusal(func, args, kwargs, error)
-
-
-def flat(
-    args: Iterable[Any],
-    kwargs: Mapping[str, Any],
-) -> Iterator[Any]:
-    """The arguments of a call, those in lists and tuples too."""
-    for a in (*args, *kwargs.values()):
-        if isinstance(a, list | tuple):
-            yield from flat(a, {})
-        else:
-            yield a

@@ -7,7 +7,7 @@ the owner broadcasts the new value. The update is the same, to the bit; a rank k
 Below every rank updates everything. Mend it. Owners must hold about the same amount: give each parameter, in order, to
 the rank that owns least so far (the first of them). No rank is told: all of them work it out alike.
 
-Done for real in distributed/data_parallel.py (build_zero1_optimizer). Chapter: docs/data_parallel.md, "The idea".
+Done for real in distributed/zero1.py (build_zero1_optimizer). Chapter: docs/data_parallel.md, "The idea".
 """
 
 from collections.abc import Callable

@@ -1,10 +1,8 @@
-"""A tracker of every operation in a training step: memory, arithmetic, messages; and the phases of the step."""
+"""A tracker of every operation in a training step: memory, arithmetic, messages."""
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator
 from itertools import count
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -18,9 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from tools.instruments.counting import Collective, Watch, collective
-from training.spans import listening, span
 from training.speed_options import EXPENSIVE
-from training.step import TrainingStep
 from utils.torch_private import storage_id
 
 aten = torch.ops.aten
@@ -57,6 +53,14 @@ class Message(NamedTuple):
 LIKE = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+# Operators that are no views and move nothing.
+NO_WORK = {
+    aten._unsafe_view.default,
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.detach.default,
 }
 
 
@@ -268,79 +272,6 @@ def plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
 
 
-# Spans of a step by the phase that they belong to. Whatever is in none of them counts as backward.
-PHASE_OF_SPAN = {"forward": "forward", "loss": "forward", "update": "update"}
-
-
-class PhaseListener:
-    """Listens to the spans of a step, and keeps `phase` of a tracker. changes: as of phases_of."""
-
-    def __init__(self, tracker: Any, changes: Callable[[str, str], None]):
-        self.tracker = tracker
-        self.changes = changes
-
-    def change(self, phase: str) -> None:
-        """The phase is this one from now on."""
-        before = self.tracker.phase
-        if phase != before:
-            self.changes(before, phase)
-        self.tracker.phase = phase
-
-    def start(self, name: str) -> str:
-        """A span begins; returns the phase around it."""
-        before = self.tracker.phase
-        self.change(PHASE_OF_SPAN.get(name, before))
-        return before
-
-    def stop(self, name: str, mark: str) -> None:
-        """It has ended."""
-        self.change(mark)
-
-
-@contextmanager
-def phases_of(
-    step: TrainingStep,
-    tracker: Any,
-    changes: Callable[[str, str], None],
-) -> Iterator[None]:
-    """Inside, tracker.phase is the phase of a TrainingStep.
-
-    forward: the forward pass and the loss. update: inside the optimizer. backward: everything else, including the
-    reduction of gradients. tracker.sent_forward: storages of the tensors that a pipeline sends to its next stage.
-    changes: called with the phase that ends and the one that begins.
-    """
-    tracker.phase = "backward"
-    tracker.sent_forward = set()
-    listener = PhaseListener(tracker, changes)
-    pipeline = step.parallel.pipeline
-    stages = pipeline.stages if pipeline else ()
-    with listening(listener), ExitStack() as stack:
-        for stage in stages:
-            stack.enter_context(_observed(stage, tracker))
-        yield
-
-
-@contextmanager
-def _observed(stage: Any, tracker: Any) -> Iterator[None]:
-    """Inside, a stage of a pipeline, which is torch's, has a span in its forward pass, and its sends are noted."""
-
-    def sends(combine, method, *args):
-        """Call a method of a stage that makes its sends, and note their storages. combine: with those before."""
-        made = method(*args)
-        storages = {storage_id(send.tensor) for send in made}
-        tracker.sent_forward = combine(tracker.sent_forward, storages)
-        return made
-
-    replaced = {
-        "forward_one_chunk": span("forward")(stage.forward_one_chunk),
-        "get_fwd_send_ops": partial(sends, set.union, stage.get_fwd_send_ops),
-        # A gradient may reuse the storage of an activation that was sent.
-        "get_bwd_send_ops": partial(sends, set.difference, stage.get_bwd_send_ops),
-    }
-    with patch.multiple(stage, **replaced):
-        yield
-
-
 Messages = dict[str, dict[str, tuple[float, float]]]  # by phase and kind: collectives, bytes that a rank sends
 
 
@@ -360,13 +291,3 @@ def by_phase(*of_ranks: Counter[Message]) -> Messages:
             most_sent = max(most_sent, sent[phase, kind])
             found[phase][kind] = most_calls, most_sent
     return found
-
-
-# Operators that are no views and move nothing.
-NO_WORK = {
-    aten._unsafe_view.default,
-    aten.empty.memory_format,
-    aten.empty_like.default,
-    aten.empty_strided.default,
-    aten.detach.default,
-}

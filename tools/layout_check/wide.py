@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from distributed.shard.calls import passes_on
 from distributed.ties import keep_ties
 from training.assembly import build_step
 from training.model import build_model
@@ -113,7 +114,7 @@ def _wide_if_type(value: Any) -> Any:
 
 def _is_of_a_model(frame: FrameType) -> bool:
     """Tell whether the code that calls a function of torch is that of a model. frame: the innermost."""
-    # Other modes pass the calls on: the look at a model has one.
-    while frame.f_code.co_name == "__torch_function__" and frame.f_back:
+    # The look at a model has a mode of its own.
+    while passes_on(frame) and frame.f_back:
         frame = frame.f_back
     return not frame.f_code.co_filename.startswith(LOOKING_ON)  # whose casts stay as they are

@@ -22,7 +22,8 @@ from distributed.data_parallel import DataParallelOptions, data_parallel
 from distributed.parallel_model import transform_forward
 from networks import neighborhood
 from networks.vit import Attention
-from tools.instruments.tracker import Message, Operation, Tracker, phases_of
+from tools.instruments.step_phases import phases_of
+from tools.instruments.tracker import Message, Operation, Tracker
 from tools.planner.cuda_autocast import CudaAutocast
 from tools.planner.fake import Replica, fake_rank, pipeline_shapes, receive_buffers, values_are_zero
 from training.assembly import random_batch, split_as_configured

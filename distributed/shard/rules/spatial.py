@@ -19,12 +19,12 @@ from torch import Tensor
 
 from distributed.collectives import Group, Sizes, at_least_float32, tensor_on
 from distributed.halo import HaloExchange, Interval, bounds
+from distributed.shard.calls import flatten_arguments
 from distributed.shard.operands import scale_grad_by_replicas, sum_partial
 from distributed.shard.rules.windows import Splits, Window
 from distributed.shard.tensor import (
     Rule,
     ShardTensor,
-    flat,
     local,
     named,
     no_rule,
@@ -221,7 +221,7 @@ def spatially(
     implementation(func, part, splits, ...) computes where a spatial dimension is split, func(part, ...) where none is.
     Raises no_rule for weights that are ShardTensors, and for split channels where func mixes them.
     """
-    has_split_weights = any(isinstance(a, ShardTensor) for a in flat(args, kwargs))
+    has_split_weights = any(isinstance(a, ShardTensor) for a in flatten_arguments(args, kwargs))
     if has_split_weights or not isinstance(input, ShardTensor):
         raise no_rule(func, (input, *args), kwargs, "the weights of a layer are plain tensors")
     x = sum_partial(input)
