@@ -97,6 +97,15 @@ def test_statistics_of_the_years_of_a_store_are_those_of_year_files(address, sam
         np.testing.assert_array_equal(np.load(tmp_path / "stats" / path.name), np.load(path))
 
 
+@pytest.mark.parametrize("years", ["", "#1979-1980"])
+def test_what_a_store_says_of_missing_values_is_said_of_each_of_its_years(stored, tmp_path, years):
+    store = tmp_path / "all.zarr"
+    shutil.copytree(stored / "all.zarr", store)
+    zarr.open_group(store)["fields"].attrs["valid_max"] = 200_000
+    with refusal("z50.* outside -inf to 200000: by the valid range of fields it is missing"):
+        year_files.main([f"{store}{years}", str(tmp_path / "stats")])
+
+
 @pytest.mark.parametrize(("path", "problem"), [
     ("#1990", "all.zarr#1990: no frame of 1990: it has 1979-01-01T00:00:00 to 1981-01-05T18:00:00"),
     ("#all", "all.zarr#all: years 'all': write 1979, 1979-1982 or 1979,1981-1983"),

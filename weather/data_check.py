@@ -21,7 +21,7 @@ from weather.stated_range import find_stated_range
 from weather.statistics import ANYWAY, FrameSums
 from weather.time_axis import TimeAxis, show
 from weather.value_check import Problem, ValueCheck
-from weather.year_data import YearFile
+from weather.year_data import Description, YearFile
 
 # The last reads may take a little longer.
 SAMPLE_SECONDS = 1.3
@@ -76,25 +76,13 @@ class CheckedDataset:
         height = len(description.grid.latitude)
         self.width = len(description.grid.longitude)
         self.rows = np.arange(height) if looks_at_all else sampled_rows(dataset)
-        self.keys = [channel_key(name) for name in description.names]
-        self.checks = [self._build_check(file) for file in dataset.files]
+        self.checks = [build_value_check(file, description) for file in dataset.files]
         self.hashes: dict[tuple[int, int], list[int]] = {}  # {(file, hash of what was read): frames}
 
     @property
     def reads_parts(self) -> bool:
         """Tell whether rows are read without the rest of a frame: else a look costs a whole frame, or many."""
         return all(file.reads_parts for file in self.dataset.files)
-
-    def _build_check(self, file: YearFile) -> ValueCheck:
-        """The check of a file, which may say what it writes where it has nothing."""
-        fields = file.fields
-        attributes = getattr(fields, "attrs", {})
-        return ValueCheck(
-            self.keys,
-            units=self.dataset.description.units,
-            missing_values=read_missing_values(attributes),
-            stated_range=find_stated_range(attributes, fields.dtype),
-        )
 
     def read(self, look: Look) -> np.ndarray:
         """The rows of some frames, (T, C, R, W)."""
@@ -223,6 +211,18 @@ class DataCheck:
             field = fields[0]
             is_sampled = field.shape[1] == len(self.sums.rows)
             self.sums.add(field if is_sampled else field[:, self.sums.rows])
+
+
+def build_value_check(file: YearFile, description: Description) -> ValueCheck:
+    """The check of a file's frames. It knows the channels, and what the file itself says of missing values."""
+    fields = file.fields
+    attributes = getattr(fields, "attrs", {})
+    return ValueCheck(
+        [channel_key(name) for name in description.names],
+        units=description.units,
+        missing_values=read_missing_values(attributes),
+        stated_range=find_stated_range(attributes, fields.dtype),
+    )
 
 
 def sampled_looks(datasets: Sequence[FieldDataset]) -> list[Look]:

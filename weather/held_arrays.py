@@ -1,7 +1,7 @@
 """Arrays as a YearFile shows them: small ones in memory, and frames that are read when they are sliced."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -52,16 +52,16 @@ class LazyArray:
 
 
 class Frames:
-    """The frames of a YearFile as an array (T, C, H, W) float32: a slice of it reads them."""
+    """The frames of a YearFile as an array (T, C, H, W) float32: a slice of it reads them. attrs: of what it stores."""
 
-    def __init__(self, year: Any):
+    def __init__(self, year: Any, attrs: Mapping[str, Any] | None = None):
         self.year = year
         self.shape = year.shape
         self.dtype = np.dtype(np.float32)
         self.ndim = len(self.shape)
         # As if all of it were in memory, by which others choose how much to read at a time.
         self.nbytes = self.dtype.itemsize * math.prod(self.shape)
-        self.attrs: dict[str, Any] = {}
+        self.attrs = dict(attrs or {})
 
     def __getitem__(self, key: Any) -> np.ndarray:
         keys = key if isinstance(key, tuple) else (key,)

@@ -9,12 +9,10 @@ import numpy as np
 
 from utils.errors import UsageError, reading
 from utils.files import whole_file
-from weather.channels import channel_key
 from weather.climate_quantiles import FILE, climate_quantiles
-from weather.data_check import describe_problem
+from weather.data_check import build_value_check, describe_problem
 from weather.store_path import StorePath
 from weather.time_axis import TimeAxis, read_time_axis
-from weather.value_check import ValueCheck
 from weather.year_data import YearFile
 from weather.year_reader import open_year
 
@@ -96,7 +94,7 @@ def training_statistics(
         with reading(str(path)), closing(open_year(path)) as year:
             description = year.describe(year.shape[1], year.shape[2:])
             names = description.names
-            check = ValueCheck([channel_key(name) for name in names], units=description.units)
+            check = build_value_check(year, description)
             axis = read_time_axis(year)
             follows = _follows(year, axis)
             for first, count in chunks(year.fields):

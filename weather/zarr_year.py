@@ -49,7 +49,7 @@ class ZarrYear(YearFile):
         if end - self.first != len(chosen):
             raise UsageError(f"{self.path}: frames of other years lie between those of {year}: sort it by time")
         self.shape = (len(chosen), *self.stored.shape[1:])
-        self.fields = Frames(self)
+        self.fields = Frames(self, self.stored.attrs)
         # The other arrays do not change with time, and are those of the store.
         own = dict(self.arrays)
         own[DATASET] = self.fields
