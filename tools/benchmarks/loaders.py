@@ -94,6 +94,8 @@ def run(
     )
     if not installed("nvidia.dali"):
         print("DALI: not installed (requirements/dali.txt)")
+    if not installed("zarr"):
+        print("Zarr: not installed (requirements/era5.txt)")
     return {"config": config.config, "machine": machine(device), "workers": workers, "loaders": results}
 
 
