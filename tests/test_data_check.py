@@ -216,6 +216,15 @@ def test_what_the_file_itself_calls_missing_is_not_weather(data, tiny_config):
         loaders(tiny_config, data)
 
 
+def test_what_the_file_calls_missing_is_so_in_a_channel_of_its_own_too():
+    fields = np.random.default_rng(1).random((1, 1, 8, 16)).astype(np.float32)
+    fields[0, 0, 3, ::2] = -999.0
+    own = [("chlorophyll", None)]
+    assert ValueCheck(own).find(fields) is None  # which may have such a value
+    problem = ValueCheck(own, missing_values=[-999.0]).find(fields)
+    assert problem.text.startswith("is -999, as 6% of this frame are, which looks like a fill value")
+
+
 def test_what_is_outside_of_the_range_that_the_file_states_is_not_weather(data, tiny_config):
     """One point of each frame, which without the attribute might be the noise of a compression."""
 

@@ -82,17 +82,19 @@ class ValueCheck:
     ):
         self.strict = strict
         self.stated_range = stated_range
+        self.lowest_stated, self.highest_stated = widen_by_rounding(stated_range)
         # No units mean ERA5's.
         stated = units or [""] * len(keys)
         self.bounds = [find_bounds(key, theirs) for key, theirs in zip(keys, stated, strict=True)]
         # The same as arrays (C,), so that a frame without a problem costs two passes over its values.
-        self.lowest = np.array([bounds.lowest for bounds in self.bounds])
-        self.highest = np.array([bounds.highest for bounds in self.bounds])
+        self.lowest = np.array([max(bounds.lowest, self.lowest_stated) for bounds in self.bounds])
+        self.highest = np.array([min(bounds.highest, self.highest_stated) for bounds in self.bounds])
         self.least_highest = np.array([bounds.least_highest for bounds in self.bounds])
         self.is_known = np.array([quantity in QUANTITIES for quantity, _ in keys])
         self.zero_share = np.array([most_zeros(quantity) for quantity, _ in keys])
+        # What stands for nothing: in any channel what the file says, in known ones what others write too.
+        self.missing_values = np.array(missing_values, np.float32)
         self.fill_numbers = np.array([*FILL_NUMBERS, *missing_values], np.float32)
-        self.has_missing_values = bool(missing_values)
 
     def find(self, frames: np.ndarray) -> Problem | None:
         """The first problem of frames (T, C, H, W), None where there is none."""
@@ -105,8 +107,6 @@ class ValueCheck:
         is_in_range = (low >= self.lowest) & (high <= self.highest)
         is_in_range &= high >= self.least_highest
         is_in_range &= (low > -FILL_VALUE) & (high < FILL_VALUE)
-        lowest_stated, highest_stated = widen_by_rounding(self.stated_range)
-        is_in_range &= (low >= lowest_stated) & (high <= highest_stated)
         # A channel that nobody knows may be constant, a whole frame may not.
         is_constant = low == high
         is_constant &= self.is_known | is_constant.all(1, keepdims=True)
@@ -116,7 +116,7 @@ class ValueCheck:
             # A value out of its range says more than one that is the same everywhere.
             channels = np.argsort(is_in_range[frame], stable=True)
             for channel in channels[is_suspicious[frame, channels]]:
-                found = self._explain(frames[frame, channel], self.bounds[channel])
+                found = self._explain(frames[frame, channel], channel)
                 if found is not None:
                     (row, column), text = found
                     out_of_range = int((~is_in_range[frame]).sum())
@@ -130,25 +130,32 @@ class ValueCheck:
         low: np.ndarray,
         high: np.ndarray,
     ) -> np.ndarray:
-        """Whether a known channel has many points that are exactly 0, or a fill number: (T, C) bool.
+        """Whether a channel has many points that are a fill number, or, if it is known, exactly 0: (T, C) bool.
 
         points: (T, C, N). low, high: their extremes (T, C), one of which a fill number nearly always is.
         """
         zeros = 1 - np.count_nonzero(points, axis=-1) / points.shape[-1]
-        has_zeros = zeros > self.zero_share
+        is_filled = (zeros > self.zero_share) & self.is_known
         is_candidate = np.isin(low, self.fill_numbers) | np.isin(high, self.fill_numbers)
-        is_candidate |= self.has_missing_values  # which may lie anywhere
-        for frame, channel in np.argwhere(is_candidate & self.is_known):
-            is_fill = np.isin(points[frame, channel], self.fill_numbers)
-            has_zeros[frame, channel] |= is_fill.mean() > FILL_SHARE
-        return has_zeros & self.is_known
+        is_candidate &= self.is_known
+        is_candidate |= len(self.missing_values) > 0  # which may lie anywhere
+        for frame, channel in np.argwhere(is_candidate):
+            share = self._fill_points(points[frame, channel], channel).mean()
+            is_filled[frame, channel] |= share > FILL_SHARE
+        return is_filled
+
+    def _fill_points(self, values: np.ndarray, channel: int) -> np.ndarray:
+        """Which values of a channel are fill numbers, bool."""
+        numbers = self.fill_numbers if self.is_known[channel] else self.missing_values
+        return np.isin(values, numbers)
 
     def _explain(
         self,
         field: np.ndarray,
-        bounds: Bounds,
+        channel: int,
     ) -> tuple[tuple[int, int], str] | None:
         """((row, column), text) of the problem of a field (H, W); None where it is within what is tolerated."""
+        bounds = self.bounds[channel]
         is_finite = np.isfinite(field)
         if not is_finite.all():
             place = _first(~is_finite)
@@ -160,8 +167,7 @@ class ValueCheck:
             place = _first(is_filled)
             return place, f"is {field[place]:g}, a fill value: was it never written?"
 
-        lowest_stated, highest_stated = widen_by_rounding(self.stated_range)
-        is_missing = (field < lowest_stated) | (field > highest_stated)
+        is_missing = (field < self.lowest_stated) | (field > self.highest_stated)
         if is_missing.any():
             place = _first(is_missing)
             stated = "{:g} to {:g}".format(*self.stated_range)
@@ -175,8 +181,8 @@ class ValueCheck:
             hint = guess_cause(bounds.key, float(np.median(field)))
             return place, f"is {field[place]:g}, outside {expected}{hint}"
 
-        is_fill = np.isin(field, self.fill_numbers)
-        if is_fill.mean() > FILL_SHARE and bounds.key[0] in QUANTITIES:
+        is_fill = self._fill_points(field, channel)
+        if is_fill.mean() > FILL_SHARE:
             place = _first(is_fill)
             share = f"{is_fill.mean():.0%} of this frame"
             return place, f"is {field[place]:g}, as {share} are, which looks like a fill value: was it never written?"
