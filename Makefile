@@ -8,8 +8,8 @@
 #             SITE_TORCH=1 with the torch that a loaded module gives (docs/launch.md)
 # make lock   write requirements/lock.txt, the version of everything that is installed, for continuous integration
 # make lint   ruff: lint and format check; mypy: types; import-linter: what may import what; plain_code: how dense it is
-# make site   build the pages as a web site into site/; make site-serve: show it on this machine, anew after each change
-# make slides   slides of the lessons into slides/, one file each, with notes and minutes
+# make site   build the pages as a web site into site/, in half a minute; make site-serve: show it on this machine, anew after each change
+# make slides   slides of the four rungs and of the collectives into slides/, one file each, with notes and minutes
 # make drawings   make the drawings of the docs again; make notebooks: the lessons as notebooks
 # make lint-docs   English of README and docs, by textlint (needs npm)
 # make figures   run every command whose output README and docs show, and show what they say now; ONLY=plan.py some
@@ -19,7 +19,8 @@
 # make exercise   list the exercises; N=3 checks yours, N=3 SOLUTION=1 its solution (exercises/README.md)
 # make faults ROUNDS=3   break running jobs in many ways and compare their losses
 # make fuzz MINUTES=10   feed every reader and every command hostile input, and run compositions of all options
-.PHONY: afresh demo demo-ensemble setup test test-all lock lint lint-docs figures drawings notebooks site site-serve slides clean exercise faults fuzz gpu preflight slurm slurm-shell slurm-stop
+# exercise and preflight need no .venv of their own where an environment with torch is active.
+.PHONY: afresh demo demo-ensemble setup test about-test test-all lock lint lint-docs figures drawings notebooks site about-site site-serve slides clean exercise faults fuzz gpu preflight slurm slurm-shell slurm-stop
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -28,6 +29,12 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 3# processes that share out the files of tests, each with about 4 GB; 0: none, for a debugger
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 COVERAGE ?= --cov --cov-report=term# in this order: a bare --cov would take the next word, a file, for what to count
+
+# A python that has torch: of the active environment, of this clone, or of the system; nothing where there is none.
+has_torch = import importlib.util as i, sys; sys.exit(i.find_spec("torch") is None)
+ready = for each in $${VIRTUAL_ENV:+"$$VIRTUAL_ENV/bin/python"} $(PY) $(PYTHON); do \
+    "$$each" -c '$(has_torch)' 2>/dev/null && echo "$$each" && break; done
+READY := $(if $(filter exercise preflight,$(MAKECMDGOALS)),$(shell $(ready)))
 
 demo: setup
 	$(BIN)/python -m weather.sample_data data/quick
@@ -42,7 +49,10 @@ demo-ensemble: setup $(if $(wildcard logs/demo/00/forecast/skill.json),,demo)
 
 setup: .venv/installed
 
-test: .venv/installed-dev
+about-test:
+	@echo "running the quick tests: half an hour on two busy cores, less on idle ones"
+
+test: about-test .venv/installed-dev
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS) $(FILES)
 
 test-all: .venv/installed-dev .venv/installed-models
@@ -77,8 +87,11 @@ drawings: .venv/installed
 notebooks: .venv/installed-dev
 	$(BIN)/python -m docs.notebooks
 
-site: .venv/installed-site
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --config-file .mkdocs.yml --strict --quiet
+about-site:
+	@echo "making a page of each text and of the code that texts link to, and looking for lost links: half a minute"
+
+site: about-site .venv/installed-site
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --config-file .mkdocs.yml --strict
 	@echo "open site/index.html, or make site-serve"
 
 site-serve: .venv/installed-site
@@ -87,8 +100,8 @@ site-serve: .venv/installed-site
 slides: .venv/installed-site
 	$(PY) -m docs.slides
 
-exercise: .venv/installed
-	@$(BIN)/python -m exercises.check $(N) $(if $(SOLUTION),--solution) $(if $(SEED),--seed $(SEED))
+exercise: $(if $(READY),,.venv/installed)
+	@$(or $(READY),$(PY)) -m exercises.check $(N) $(if $(SOLUTION),--solution) $(if $(SEED),--seed $(SEED))
 
 faults: .venv/installed-dev
 	$(BIN)/python -m tests.faults --rounds $(or $(ROUNDS),1)
@@ -97,8 +110,8 @@ fuzz: .venv/installed-dev
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),1)
 	$(BIN)/python plan.py check --all --minutes $(or $(MINUTES),2)
 
-preflight: .venv/installed
-	@$(BIN)/$(if $(RANKS),torchrun --nproc_per_node $(RANKS),python) -m tools.preflight
+preflight: $(if $(READY),,.venv/installed)
+	@$(or $(READY),$(PY)) -m $(if $(RANKS),torch.distributed.run --nproc_per_node $(RANKS) -m )tools.preflight
 
 gpu: $(if $(filter $(BIN)/python,$(PY)),.venv/installed-dev)
 	@$(PY) -m tools.gpu_report $(ARGS)

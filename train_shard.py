@@ -41,4 +41,4 @@ def main(argv: list[str] | None = None) -> int | None:
 
 
 if __name__ == "__main__":
-    connection.run_ranks(main)
+    connection.run_ranks(main, resumes=True)

@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.attention_kernels import kernel, without_infinity
-from distributed.collectives import Group, Sizes, all_gather, all_to_all, start_shift
+from distributed.collectives import Group, Sizes, all_gather, all_to_all, differentiated_again, start_shift
+from utils.errors import UsageError
 
 
 def gather_attention(
@@ -74,21 +75,21 @@ def all_to_all_attention(
     # Each rank is sent its heads of own tokens, tokens outermost. The received rows, in rank order, are all tokens.
     rows_for_each = (n,) * parts
     qkv = torch.stack((q, k, v))  # (3, B, heads, n, d)
-    qkv = qkv.unflatten(2, (parts, -1))  # (3, B, size, heads / size, n, d)
+    qkv = torch.unflatten(qkv, 2, (parts, -1))  # (3, B, size, heads / size, n, d)
     qkv = qkv.permute(2, 4, 0, 1, 3, 5).flatten(0, 1)  # (size * n, 3, B, heads / size, d)
     qkv = all_to_all(qkv, rows_for_each, sizes, group)  # (N, 3, B, heads / size, d)
     q, k, v = qkv.permute(1, 2, 3, 0, 4).unbind()  # (B, heads / size, N, d)
 
     # A mask that differs between heads is cut to the heads of this rank.
     if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
-        by_rank = mask.unflatten(-3, (parts, -1))  # (B, size, heads / size, N, N)
+        by_rank = torch.unflatten(mask, -3, (parts, -1))  # (B, size, heads / size, N, N)
         mask = by_rank.select(-4, group.rank)  # (B, heads / size, N, N)
     x = F.scaled_dot_product_attention(q, k, v, mask, dropout_p)  # (B, heads / size, N, d)
 
     # The same way back: each rank gets the results of its own tokens, from the rank that has the heads.
     x = x.permute(2, 0, 1, 3)  # (N, B, heads / size, d)
     x = all_to_all(x, sizes, rows_for_each, group)  # (size * n, B, heads / size, d)
-    x = x.unflatten(0, (parts, n)).permute(2, 1, 0, 3, 4)  # (B, n, size, heads / size, d)
+    x = torch.unflatten(x, 0, (parts, n)).permute(2, 1, 0, 3, 4)  # (B, n, size, heads / size, d)
     return x.flatten(2, 3).transpose(1, 2)  # (B, heads, n, d)
 
 
@@ -152,6 +153,11 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Pass the blocks around again; the gradient of each follows it, collects all parts and ends at the owner."""
+        if differentiated_again():
+            raise UsageError(
+                "attention in a ring has no second derivative (create_graph=True): choose the method gather or "
+                "all_to_all (on split images --domain_method)"
+            )
         q, k, v, out, lse = ctx.saved_tensors
         sizes = ctx.sizes
         group = ctx.group

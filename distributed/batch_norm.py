@@ -16,7 +16,14 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from distributed.collectives import AnyGroup, Group, as_group, at_least_float32, reduce_from_region
+from distributed.collectives import (
+    AnyGroup,
+    Group,
+    as_group,
+    at_least_float32,
+    copy_to_region,
+    reduce_from_region,
+)
 from distributed.shard.rules.normal import Normal
 from distributed.shard.rules.normalization import of_channels, update
 from distributed.shard.rules.reductions import autocast_dtype
@@ -115,8 +122,27 @@ def batch_norm(
     bias = of_channels(bias, part)
     scale = (squares / count + eps).rsqrt()
     shared_by = ((count,), group)
-    y = _NormalAround.apply(part, weight, bias, mean, scale, dims, shared_by)
+    y = _NormalAround.apply(part, weight, bias, mean, scale, eps, dims, shared_by)
     return y if spec is None else wrap(y, spec)
+
+
+def _sum_statistics(
+    x: Tensor,
+    eps: float,
+    dims: tuple[int, ...],
+    shared_by: Shares,
+) -> tuple[Tensor, Tensor]:
+    """(mean, scale) as above, with a graph, for second derivatives. Every rank uses them for its elements."""
+    assert shared_by is not None
+    (count,), group = shared_by
+    values = at_least_float32(x)
+    own_sum = values.sum(dims, keepdim=True)
+    mean = reduce_from_region(own_sum, group) / count
+    mean = copy_to_region(mean, group)
+    own_squares = (values - mean).square().sum(dims, keepdim=True)
+    squares = reduce_from_region(own_squares, group)
+    scale = (squares / count + eps).rsqrt()
+    return mean, copy_to_region(scale, group)
 
 
 class _NormalAround(Normal):
@@ -130,11 +156,13 @@ class _NormalAround(Normal):
         bias: Tensor | None,
         mean: Tensor,
         scale: Tensor,
+        eps: float,
         dims: tuple[int, ...],
         shared_by: Shares,
     ) -> Tensor:
         """Local parts that broadcast against x -> the shape of x. The backward pass needs x alone."""
         ctx.save_for_backward(x, weight, bias, mean, scale)
+        ctx.statistics = partial(_sum_statistics, eps=eps, dims=dims, shared_by=shared_by)
         ctx.dims = dims
         ctx.shared_by = shared_by
         factor = scale if weight is None else scale * weight
@@ -149,6 +177,6 @@ class _NormalAround(Normal):
         grad: Tensor,
         *_: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        """Gradients as those of Normal: it has one argument less."""
+        """Gradients as those of Normal: it has two arguments less."""
         gradients = Normal.backward(ctx, grad)
-        return (*gradients, None)
+        return (*gradients, None, None)

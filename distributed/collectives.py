@@ -136,7 +136,7 @@ def replicated_loss(x: Tensor, group: Group) -> Tensor:
 
 def divided(x: Tensor, n: int) -> Tensor:
     """Return x / n; backward passes on the gradient. The sum over n ranks is x: replicated -> partial."""
-    return _Pair.apply(x, _over, _identity, n)
+    return _Pair.apply(x, _over, _pass_on, n)
 
 
 def divide_gradient(x: Tensor, n: int) -> Tensor:
@@ -145,7 +145,11 @@ def divide_gradient(x: Tensor, n: int) -> Tensor:
 
 
 class _Pair(torch.autograd.Function):
-    """A collective forward, and its transpose backward. Both are called with the same further arguments."""
+    """A collective forward, and its transpose backward. Both are called with the same further arguments.
+
+    The transpose of the transpose is the collective itself, so that second derivatives (create_graph=True) communicate
+    as well. Where the backward function is one of LOCAL, its derivative is that of the plain operation.
+    """
 
     @staticmethod
     def forward(
@@ -155,13 +159,18 @@ class _Pair(torch.autograd.Function):
         backward: Callable,
         *args: Any,
     ) -> Tensor:
+        ctx.forward_function = forward
         ctx.transpose = backward
         ctx.args = args
         return forward(x, *args)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x = ctx.transpose(grad, *ctx.args)
+        needs_graph = differentiated_again() and ctx.transpose not in LOCAL
+        if needs_graph:
+            grad_x = _Pair.apply(grad, ctx.transpose, ctx.forward_function, *ctx.args)
+        else:
+            grad_x = ctx.transpose(grad, *ctx.args)
         # The two functions and their arguments have no gradient.
         none_each = [None] * (2 + len(ctx.args))
         return grad_x, *none_each
@@ -184,8 +193,20 @@ def _over(x, n):
     return x / n
 
 
+def _pass_on(x, _):
+    return x.view_as(x)
+
+
 def _times_size(x, group):
     return x * group.size
+
+
+LOCAL = _pass_on, _times_size
+
+
+def differentiated_again() -> bool:
+    """Tell, in a backward function, whether the gradient may be differentiated in its turn (create_graph=True)."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def _own_slice(x, group, dim, sizes):
@@ -202,7 +223,7 @@ def _all_gather(x, group, dim, sizes):
     longest = max(sizes)
     x = _pad(x, dim, longest).contiguous()  # (n_0, ..., longest, ...)
     joined = _finished(ops.all_gather_into_tensor, x, group.size, group.name)  # (size * n_0, ..., longest, ...)
-    joined = joined.unflatten(0, (group.size, x.shape[0]))  # (size, n_0, ..., longest, ...)
+    joined = torch.unflatten(joined, 0, (group.size, x.shape[0]))  # (size, n_0, ..., longest, ...)
     if min(sizes) == longest:
         # The ranks' axis moves in front of dim. Nothing is copied if dim is the first dimension.
         return joined.movedim(0, dim).flatten(dim, dim + 1)  # (n_0, ..., size * longest, ...)

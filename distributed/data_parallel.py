@@ -40,7 +40,8 @@ from distributed.usage import Usage
 from distributed.weight_shards import fill_weights
 from distributed.written_weights import WriteWatch, check_writes
 from utils import comm
-from utils.config import SHARDED
+from utils.choices import check_known, choose
+from utils.config import SHARDED, STRATEGIES
 from utils.device import device_module, on_capture_stream
 from utils.errors import LayoutError
 from utils.layout import shard_sizes
@@ -77,7 +78,7 @@ def fully_shard_model(
         gathered[unit] = [names[weight] for weight in shared.weights[unit]]
 
     # How they are gathered: over which ranks, for how long, and in which dtype.
-    dtype = GATHER_DTYPES[options.gather_dtype]
+    dtype = choose("gather_dtype", options.gather_dtype, GATHER_DTYPES)
     pins = device_module(device, "Stream") is not None  # copies from pinned memory go on beside computation
     offload = CPUOffloadPolicy(pin_memory=pins) if options.cpu_offload else OffloadPolicy()
     mesh_name = "hsdp" if options.data_parallel == "hsdp" else "grad_reduce"
@@ -108,6 +109,13 @@ def fully_shard_model(
     return shared.whole
 
 
+def check_options(model: nn.Module, options: DataParallelOptions) -> None:
+    """Raise UsageError for a strategy or a compression that is not here, or that this model does not go with."""
+    check_known("data_parallel", options.data_parallel, STRATEGIES)
+    check_known("gradient_compression", options.gradient_compression, COMPRESSIONS)
+    check_types(model, options)
+
+
 def data_parallel(
     model: nn.Module,
     options: DataParallelOptions,
@@ -121,8 +129,8 @@ def data_parallel(
     weights: (name, full tensor) of every parameter and buffer of the whole model, the same on every rank. usage: of the
     whole model, seen before it was split. split: the result of model parallelism, applied before.
     """
+    check_options(model, options)
     split = split or Split()
-    check_types(model, options)
     modules: Sequence[nn.Module] = split.stages or [model]
     if options.sync_batchnorm:
         from distributed.batch_norm import synchronize_batch_norm
@@ -236,11 +244,15 @@ def replicate(
             # The pipeline calls forward and backward apart, from which DDP cannot learn the order of its buckets.
             find_unused_parameters=bool(split.stages) or find_unused,
         )
-    if options.gradient_compression == "bf16":
-        ddp.register_comm_hook(comm.get_group("grad_reduce"), reduce_in_bf16)
+    compress = COMPRESSIONS[options.gradient_compression]
+    if compress is not None:
+        ddp.register_comm_hook(comm.get_group("grad_reduce"), compress)
     return ddp
 
 
 def reduce_in_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """The hook of torch, which DDP itself accepts with NCCL only; gloo reduces bfloat16 too."""
     return bf16_compress_hook(group, bucket)
+
+
+COMPRESSIONS = {"none": None, "bf16": reduce_in_bf16}

@@ -29,6 +29,7 @@ from distributed.context_parallel import check_attention
 from distributed.protocol import SplittableAttention, points_kept_together
 from distributed.shard.axes import Axes, Axis, merged, unsplit_axes
 from distributed.shard.calls import INSIDE
+from distributed.shard.hacks import with_plain_base
 from distributed.shard.operands import to_spec
 from distributed.shard.rules.attention import set_attention_method
 from distributed.shard.spec import Mesh, Spec, as_mesh
@@ -86,7 +87,7 @@ class Domain:
     def spec(self, samples: int, channels: int) -> Spec:
         """Of images (samples, channels, *img_size)."""
         dims = unsplit_axes(samples), unsplit_axes(channels), *self.image.dims
-        return self.image.derived((samples, channels), lambda: Spec(self.mesh, dims))
+        return self.image.kept((samples, channels), lambda: Spec(self.mesh, dims))
 
     def token_axes(self) -> Axes:
         """The axes of the dimension of tokens: the patches of an image, row by row."""
@@ -188,8 +189,11 @@ class OnParts:
             for transform in self.transforms:
                 region = transform(region)
             self.regions.append((x.spec, region))
-        part = region(local(x), *others, **named)
-        return wrap(part, x.spec)
+        spec = x.spec
+        part = local(x)
+        with with_plain_base(part):
+            result = region(part, *others, **named)
+        return wrap(result, spec)
 
     def _on_part(self, spec, part, *others, **named):
         """The forward function between plain tensors: the local part of the input -> that of the output."""

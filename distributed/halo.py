@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from distributed.collectives import Group, all_to_all, start_all_to_all, wait
+from distributed.collectives import Group, all_to_all, differentiated_again, start_all_to_all, wait
 
 Interval = tuple[int, int]  # rows [first, last)
 Counts = list[int]  # of rows, by rank
@@ -238,6 +237,7 @@ class _Start(torch.autograd.Function):
     """Forward begins to send rows; backward waits for their gradients and adds them up.
 
     The list `travelling` holds the exchange in progress. The token connects _Start and _Finish in the autograd graph.
+    Where the gradient is differentiated again, what travels back has a graph of its own.
     """
 
     @staticmethod
@@ -260,11 +260,13 @@ class _Start(torch.autograd.Function):
         return x.view_as(x), token
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, token: Tensor) -> tuple[Tensor | None, ...]:
         gradient = gradient.clone()
-        blocks = list(chain(*ctx.blocks))
-        packed = wait(ctx.travelling.pop())
+        # Where this rank has sent nothing, its gradient depends on the exchange all the same: see _arrive.
+        blocks = list(chain(*ctx.blocks)) or [_Block(None, 0, 0)]
+        packed = ctx.travelling.pop()
+        if not differentiated_again():
+            packed = wait(packed)
         arrived = _unpacked(packed, ctx.dim, blocks)
         for block, gradient_of_block in zip(blocks, arrived, strict=True):
             gradient.narrow(ctx.dim, block.start, block.rows).add_(gradient_of_block)
@@ -288,9 +290,9 @@ class _Finish(torch.autograd.Function):
         return wait(travelling.pop())
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        pending = start_all_to_all(gradient.contiguous(), *ctx.backward_exchange)
+        exchange = all_to_all if differentiated_again() else start_all_to_all
+        pending = exchange(gradient.contiguous(), *ctx.backward_exchange)
         ctx.travelling.append(pending)
         return gradient.new_empty(0), None, None, None, None
 

@@ -8,12 +8,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from distributed.context_parallel import context_parallel
-from distributed.pipeline import split_into_stages
+from distributed.pipeline import SCHEDULES, split_into_stages
 from distributed.protocol import SplittableTransformer, check_transformer, points_kept_together
 from distributed.split import Split
 from distributed.tensor_parallel import tensor_parallel
 from distributed.ties import tie_pieces, tied_names
 from utils import comm
+from utils.choices import check_known
 from utils.errors import LayoutError, reported_as_usage_error
 from utils.tiles import image_cuts
 
@@ -53,6 +54,7 @@ def split_model(model: nn.Module, options: ModelParallelOptions) -> Split:
             split.cuts = image_cuts(options.img_size, points_kept_together(model))
             context_parallel(transformer, comm.get_group("cp"), options.cp_method)
         if tp > 1:
+            check_known("tp_backend", options.tp_backend, ("native", "dtensor"))
             ties = tied_names(model)
             if options.tp_backend == "dtensor":
                 tensor_parallel_by_torch(transformer, comm.get_mesh("tp"))
@@ -60,6 +62,7 @@ def split_model(model: nn.Module, options: ModelParallelOptions) -> Split:
                 split.dims = tensor_parallel(transformer, comm.get_group("tp"), options.sequence_parallel)
             tie_pieces(model, ties, "tensor parallel")
         if pp > 1:
+            check_known("pp_schedule", options.pp_schedule, SCHEDULES)
             split.stages = split_into_stages(transformer, comm.get_group("pp"), options.pp_schedule)
         return split
 

@@ -5,13 +5,14 @@ the root, the whole model, whose weights are gathered from the beginning of a pa
 share, those that the model reads from a module, and those of modules whose other methods it calls.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from distributed.usage import Usage
+from utils.choices import choose
 
 GATHER_DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 IsUnit = Callable[[nn.Module], bool]
@@ -48,11 +49,12 @@ def share_out(
         name = names[module]
         return module is not model and name in usage.calls and name not in usage.unfit
 
-    found: list[nn.Module] = []
-    if policy == "block":
-        found = list(_outermost(getattr(model, "blocks", model), is_unit))
-    elif policy == "size":
-        found = _of_size(model, is_unit, min_params)
+    policies: dict[str, Callable[[], Iterable[nn.Module]]] = {
+        "block": lambda: _outermost(getattr(model, "blocks", model), is_unit),
+        "size": lambda: _of_size(model, is_unit, min_params),
+        "none": lambda: (),
+    }
+    found = list(choose("wrap_policy", policy, policies)())
     order = {name: number for number, name in enumerate(usage.calls)}
     found.sort(key=lambda unit: order[names[unit]])
 

@@ -6,6 +6,7 @@ a page of the site, so that every link works there as it does in the repository.
 
 import html
 import json
+import logging
 import os
 import re
 from pathlib import Path, PurePosixPath
@@ -14,9 +15,13 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from docs import explorer_data, glossary, quiz_page, traces
+from docs.code_pages import code_page, stylesheet
+from docs.narrow import fit_narrow
+from docs.site_links import lost_links
 from docs.typeset import typeset_all
 
 ROOT = Path(__file__).parents[1]
+LOGGER = logging.getLogger("mkdocs.hooks")
 OUTSIDE = {
     "README.md": "index.md",
     "exercises/README.md": "exercises.md",
@@ -24,7 +29,6 @@ OUTSIDE = {
     ".github/CONTRIBUTING.md": "contributing.md",
     ".github/SECURITY.md": "security.md",
 }  # the file in the repository and its page
-LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".ipynb": "json"}
 HOME = """\
 Train one model on one device or a thousand, with code short enough to read and losses that stay the same.
 
@@ -38,7 +42,7 @@ Train one model on one device or a thousand, with code short enough to read and 
 
 </div>
 """  # in place of README's first paragraph and picture
-UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
+NO_PAGES = ("docs/english/", "docs/slides/")  # folders of docs/ that .mkdocs.yml leaves out
 # Drawings that have a picture to step through (docs/moving), which takes their place on the site.
 MOVING = (
     "collectives",
@@ -52,6 +56,7 @@ MOVING = (
     "crps",
 )
 DRAWING = re.compile(r"^!\[([^\]]+)\]\(((?:[\w./]*/)?images/drawings/(\w+)\.svg)\)$", re.M)
+SUMMARY = re.compile(r"<summary>.*?</summary>", re.S)
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 
 
@@ -69,8 +74,9 @@ def on_files(files: Files, config: Any) -> Files:
             page = _page(there)
             is_code = page.startswith("code/")
             if is_code and not files.get_file_from_path(page):  # another page may have linked to it
-                files.append(File.generated(config, page, content=_code(there)))
-    files.append(File.generated(config, "explorer/layouts.js", content=explorer_data.script()))
+                files.append(File.generated(config, page, content=code_page(there, ROOT)))
+    files.append(File.generated(config, "code/code.css", content=stylesheet()))
+    files.append(File.generated(config, "explorer/constants.js", content=explorer_data.script()))
     files.append(File.generated(config, "moving/traces.js", content=traces.script()))
     files.append(File.generated(config, "moving/search_worker.js", content=_search_worker(config)))
     return files
@@ -83,6 +89,8 @@ def on_page_markdown(markdown: str, page: Any, **_given: Any) -> str:
     markdown = re.sub(r"<!--\[\[\[.*?\]\]\]-->\n?", "\n", markdown, flags=re.S)
     markdown = LINK.sub(lambda found: _link(found[0], source), markdown)
     markdown = re.sub(r"<details(?=[ >])", '<details markdown="1"', markdown)
+    # Markdown is not read inside a summary.
+    markdown = SUMMARY.sub(lambda found: re.sub(r"`([^`]+)`", r"<code>\1</code>", found[0]), markdown)
     if source == "index.md":
         # README begins with its title, a paragraph and a picture.
         title, _, animation, rest = markdown.split("\n\n", 3)
@@ -95,17 +103,25 @@ def on_page_markdown(markdown: str, page: Any, **_given: Any) -> str:
 
 
 def on_page_content(content: str, page: Any, **_given: Any) -> str:
-    """Explain the first use of each term of the glossary, on pages that people read, and insert the questions."""
+    """Explain the first use of each term of the glossary, on pages that people read, and insert the questions.
+
+    Words, tables and plots are made to be read on a narrow screen.
+    """
     source = page.file.src_uri
-    if source == "glossary.md" or source.startswith("code/"):
-        return content
-    return quiz_page.insert(glossary.explain(content))
+    if source != "glossary.md":
+        content = quiz_page.insert(glossary.explain(content))
+    return fit_narrow(content, ROOT / "docs" / PurePosixPath(source).parent)
 
 
 def on_post_build(config: Any, **_given: Any) -> None:
-    """Write the search index as a script too: a page that is opened from a file can read no other file."""
+    """Write the search index as a script too: a page that is opened from a file can read no other file.
+
+    A link that leads nowhere is a warning, and so an error of a strict build.
+    """
     index = Path(config["site_dir"]) / "search" / "search_index.json"
     index.with_suffix(".js").write_text(f"var __index = {index.read_text()}")
+    for line in lost_links(Path(config["site_dir"])):
+        LOGGER.warning(line)
 
 
 def _search_worker(config: Any) -> str:
@@ -134,7 +150,10 @@ def _tabs(found: re.Match[str]) -> str:
     here_title, here, slurm_title, slurm = found.groups()
     tabs = ""
     for title, text in ((here_title, here), (slurm_title, slurm)):
-        indented = re.sub(r"^(?=.)", "    ", text.strip("\n"), flags=re.M)
+        # Links lead to the sections, as they do in the repository: moving/tabs.js shows the tab.
+        lines = text.strip("\n")
+        section = f'<a id="{quiz_page.anchor_of(title)}"></a>\n\n{lines}'
+        indented = re.sub(r"^(?=.)", "    ", section, flags=re.M)
         tabs += f'=== "{title}"\n\n{indented}\n\n'
     return f"## Run it\n\n{tabs}"
 
@@ -161,33 +180,16 @@ def _page(path: str) -> str:
         path = f"{path}/README.md"
     if path in OUTSIDE:
         return OUTSIDE[path]
-    if path.startswith("docs/") and not path.endswith(".py"):
+    is_code = path.endswith(".py") or path.startswith(NO_PAGES)
+    if path.startswith("docs/") and not is_code:
         return path.removeprefix("docs/")
-    return f"code/{path}.md"
+    return f"code/{path}.html"
 
 
 def _link(target: str, source: str) -> str:
-    if source.startswith("code/"):  # what looks like a link there is code
-        return target
     path = _target(target, _origin(source))
     if path is None:
         return target
     there = os.path.relpath(_page(path), PurePosixPath(source).parent)
     _, _, anchor = target.partition("#")
     return f"{there}#{anchor}" if anchor else there
-
-
-def _code(path: str) -> str:
-    """The page of a file of code, or of a folder; the search of the site leaves it out."""
-    file = ROOT / path
-    if file.is_dir():
-        names = []
-        for each in file.iterdir():
-            is_hidden = each.name[0] in "._"
-            if not is_hidden:
-                names.append(f"{each.name}/" if each.is_dir() else each.name)
-        entries = "".join(f"- `{name}`\n" for name in sorted(names))
-        return f"{UNSEARCHED}# {path}\n\n{entries}"
-    # Six tildes fence the code, which may have fences of its own.
-    language = LANGUAGES.get(file.suffix, "text")
-    return f"{UNSEARCHED}# {path}\n\n~~~~~~{language}\n{file.read_text().rstrip()}\n~~~~~~\n"

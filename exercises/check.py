@@ -34,8 +34,16 @@ def title(file: Path) -> tuple[str, str]:
     return rung, about.rstrip(".")
 
 
+def is_empty(file: Path) -> bool:
+    """Whether a file holds nothing, or comments alone."""
+    lines = file.read_bytes().splitlines()
+    return all(not line.strip() or line.strip().startswith(b"#") for line in lines)
+
+
 def check_file(name: str, file: Path, seed: int, patience: float = PATIENCE_SECONDS) -> list[str]:
     """Check a file as the exercise `name`: lines that say what is wrong; none, if all is right."""
+    if is_empty(file):
+        return ["the file is empty: it holds no code"]
     check = importlib.import_module(f"exercises.checks.{name}")
     patience = getattr(check, "PATIENCE_SECONDS", patience)
     for size in check.WORLD_SIZES:
@@ -73,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         file = options.file.resolve()
     elif options.solution:
         file = FOLDER / "solutions" / file.name
+    if options.solution and not file.is_file():
+        raise UsageError(f"{file}: no such file; a class's clone has no solutions")
     if not file.is_file():
         raise UsageError(f"{file}: no such file")
     seed = options.seed

@@ -10,10 +10,12 @@ import importlib.util
 import linecache
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import threading
 import traceback
+import types
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -39,7 +41,9 @@ def run_ranks(name: str, file: Path, size: int, seed: int, patience: float) -> l
             pool.call(size, _check, *args, timeout=START_SECONDS + patience)
         except RanksFailed as failed:
             for rank, error in failed.failures.items():
-                said.setdefault(str(error), []).append(str(rank))
+                # Ranks that say the same are named together.
+                text = re.sub(r"^rank \d+( of \d+)? ", "it ", str(error))
+                said.setdefault(text, []).append(str(rank))
     if size == 1:
         return list(said)
     lines = []
@@ -93,6 +97,9 @@ def _in_one_line(error, file):
     of_learner = [frame for frame in frames if frame.filename == file]
     message = str(error).strip() or "no message"
     text = f"{type(error).__name__}: {message.splitlines()[0]}"
+    lacks_a_name = isinstance(error, AttributeError) and isinstance(error.obj, types.ModuleType)
+    if lacks_a_name and error.obj.__file__ == file:
+        return f"the file has no `{error.name}`, which the check calls: was it removed or renamed?"
     if not of_learner:
         return f"the check cannot go on with what it got: {text} ({innermost.name})"
     place = of_learner[-1]

@@ -97,14 +97,15 @@ fi
 
 # Tasks: as many as asked for, else one per GPU. Each gets its share of the node's CPUs.
 nodes=$SLURM_JOB_NUM_NODES
-layout=("--nodes=$nodes")
+layout=()
 if [[ ${SLURM_NTASKS:-} ]]; then
     per_node=${SLURM_NTASKS_PER_NODE:-$(((SLURM_NTASKS + nodes - 1) / nodes))}
-    layout+=("--ntasks=$SLURM_NTASKS")
+    tasks=$SLURM_NTASKS
 else
     per_node=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
     per_node=${per_node##*:} # a100:4
-    layout+=("--ntasks=$((nodes * per_node))" "--ntasks-per-node=$per_node")
+    tasks=$((nodes * per_node))
+    layout+=("--ntasks-per-node=$per_node")
 fi
 cpus=${SLURM_CPUS_PER_TASK:-$((SLURM_CPUS_ON_NODE / per_node))}
 layout+=("--cpus-per-task=$((cpus > 0 ? cpus : 1))")
@@ -147,7 +148,7 @@ step() { # the words of srun; sets status
 start() { # the words of Python, once in each task
     # A task that ends leaves the others --wait seconds: enough to finish a save, and no job hangs because one rank died.
     # shellcheck disable=SC2016 # expanded by the task
-    step --kill-on-bad-exit=0 --wait="${SLURM_WAIT:-120}" "${layout[@]}" "${by_srun[@]}" \
+    step --kill-on-bad-exit=0 --wait="${SLURM_WAIT:-120}" --nodes="$nodes" --ntasks="$tasks" "${layout[@]}" "${by_srun[@]}" \
         bash -c 'source ./export_DDP_vars.sh && exec "$@"' task "${container[@]}" "$PYTHON" "$@"
 }
 on_each_node() { # a command of bash, and its arguments
@@ -166,6 +167,20 @@ if [[ ${STAGE_TO:-} ]]; then # what a killed start of this job has left goes fir
     [[ $status == 0 ]] || echo "launch: STAGE_TO=$STAGE_TO: the data were not copied: nothing was started" >&2
 fi
 [[ $status != 0 ]] || start "${program[@]}" "${paths[@]}" "$@"
+
+# With --no-kill a job outlives its nodes, but for the first one: the run goes on, on those that are left.
+has_lost_nodes() {
+    local left
+    left=$(scontrol show job "$SLURM_JOB_ID" --oneliner 2>/dev/null | sed -n 's/.* NumNodes=\([0-9]*\).*/\1/p')
+    [[ ${left:-$nodes} -lt $nodes ]] || return 1
+    nodes=$left
+    if ((tasks > nodes * per_node)); then tasks=$((nodes * per_node)); fi
+}
+while [[ $status != 0 && $status != 75 ]] && has_lost_nodes; do
+    echo "launch: a node was lost: going on with $nodes node(s) x $per_node task(s)"
+    unset SLURM_JOB_NODELIST SLURM_NODELIST # of before
+    start "${program[@]}" "${paths[@]}" "$@"
+done
 if [[ ${STAGE_TO:-} ]]; then
     ended=$status
     # shellcheck disable=SC2016

@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import forked, pictures, programs
+from tests.support import forked, pictures, programs, temporary
 from tests.support.workers import Workers
 from utils.config import check_config, read_named_config
 from utils.device import VISIBLE
 from weather.sample_data import make_sample_data
 
+OWNS_FOLDER = temporary.use_own_folder()
 IMG_SIZE = (16, 32)
 TINY = {
     "img_size": list(IMG_SIZE),
@@ -149,6 +150,18 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()  # what is imported is not looked at again, which took a twelfth of the tests' time
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    """Whatever the tests leave in the temporary folder fails the session."""
+    temporary.remove_made()
+    if not OWNS_FOLDER:
+        return
+    left = temporary.left_behind()
+    if left:
+        print(f"\nleft in the temporary folder: {', '.join(left[:9])} ({len(left)})")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_unconfigure():

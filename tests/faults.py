@@ -16,9 +16,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
+from pytest import approx
+
 from tests.conftest import TINY, make_data, words_of
+from tests.faults_in_phases import PHASES, stop_in
 from tests.support.launch import losses, rank_pids, torchrun
 from tests.support.programs import finish, start_ranks
 
@@ -26,21 +30,21 @@ ITERATIONS = 240
 CHECKPOINT_BYTES = 600_000  # of the tiny model below, generously
 
 
-def by_torchrun(words):
-    """Start two ranks of train.py as a user does."""
-    return [torchrun(words)]
+def by_torchrun(words, ranks=2):
+    """Start ranks of train.py as a user does."""
+    return [torchrun(words, ranks)]
 
 
-def by_fork(words):
+def by_fork(words, ranks=2):
     """Start them in milliseconds."""
-    return start_ranks(["train.py", *words])
+    return start_ranks(["train.py", *words], ranks)
 
 
 class Run:
     """One training run of two ranks, in a folder of its own. data: config keys. launch: by_torchrun or by_fork."""
 
     def __init__(self, data, folder, launch):
-        self.folder, self.launch = Path(folder), launch
+        self.folder, self.launch, self.tolerance = Path(folder), launch, 0.0
         self.checkpoints = self.folder / "logs/quick/00/checkpoints"
         often = {"warmup": 5, "checkpoint_every": 10, "validate_every": 4, "comm_timeout": 60}
         self.words = words_of(TINY | data | often | {"num_iters": ITERATIONS, "expdir": self.folder / "logs"})
@@ -100,6 +104,14 @@ def _kill(processes):
     if ranks := _ranks(processes):
         os.kill(random.choice(ranks), signal.SIGKILL)
     finish_all(processes)
+
+
+def lose_a_rank_for_good(run):
+    """A node does not come back: the run goes on with the rank that is left, and rounds otherwise."""
+    kill_a_rank(run)
+    run.launch = partial(run.launch, ranks=1)
+    run.words.append("--elastic")
+    run.tolerance = 1e-5
 
 
 def truncate_the_newest(run):
@@ -168,6 +180,7 @@ def put_a_folder_in_place_of_a_shard(run):
 FAULTS = {
     "rank killed": kill_a_rank,
     "rank killed in mid-save": kill_in_mid_save,
+    "rank lost for good": lose_a_rank_for_good,
     "newest checkpoint truncated": truncate_the_newest,
     "bit flipped in newest checkpoint": flip_a_bit_of_the_newest,
     "disk full while saving": fill_the_disk,
@@ -200,7 +213,7 @@ def inject(fault, data, folder, undisturbed, launch=by_torchrun):
         return {
             "injected": 1,
             "resumed": "Resuming at iteration" in output,
-            "losses equal": run.losses() == undisturbed,
+            "losses equal": run.losses() == approx(undisturbed, rel=run.tolerance, abs=0),
             "bytes lost": lost,
         }
     finally:
@@ -245,6 +258,10 @@ def main():
                 totals[fault].update(row)
                 print(f"round {number + 1}: {fault}: {row}", flush=True)
                 shutil.rmtree(Path(folder) / "run")
+        for phase in PHASES:
+            if options.only in phase:
+                stop_in(phase, data, Path(folder) / "run")
+                print(f"signal in {phase}: ended with a line, and made up by the same command", flush=True)
     print("\n" + f"{'fault':<34}" + "".join(f"{name:>14}" for name in COLUMNS))
     for fault, counts in totals.items():
         print(f"{fault:<34}" + "".join(f"{counts[name]:>14}" for name in COLUMNS))

@@ -66,6 +66,15 @@ def test_the_ladder_climbs_step_by_step_and_computes_the_same(tiny_options, tmp_
     assert (tmp_path / "l.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "| 2 workers" in printed and "CUDA graphs: skipped, needs a GPU" in printed
+    assert all(step["spread"] is None for step in result) and "one round is a trial" in printed
+
+
+def test_a_step_of_the_ladder_says_how_far_its_turns_are_apart(tiny_config):
+    turn = {"wait": 0.0, "matmul_flops_per_sec": 1.0, "losses": [1.0], "peak_memory_bytes": 0}
+    climb = ladder.Climb(tiny_config(global_batch_size=8), 1, None)
+    climb.turns["bf16"] = [turn | {"seconds": seconds} for seconds in (1.0, 2.0, 4.0)]
+    (row,) = climb.rows()
+    assert (row["samples_per_sec"], row["spread"]) == (4.0, (8 - 2) / 4)
 
 
 def test_a_slow_reader_measures_the_workers_alone_over_the_same_batches(tiny_options, tmp_path, capsys):

@@ -37,9 +37,13 @@ LAYOUTS = [
     "pp2", "pp2,pp_schedule=gpipe", "dp2,data_parallel=zero1", "tp2xcp2", "cp2xdp2,data_parallel=fsdp",
     "tp2xpp2,sequence_parallel",
 ]  # fmt: skip
+FEW = ["tp2,sequence_parallel", "cp2,cp_method=all_to_all", "pp2"]
 WIDTH = 32
 DOMAIN = ["--embed_dim=32", "--depth=2", "--patch_size=4", "--num_classes=1000", *COMMON]
 DOMAINS = [*layouts.DOMAINS, "domain2,amp_mode=bf16"]
+
+
+ALL = pytest.mark.slow("every method and schedule of model parallelism, and two kinds together")
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +52,16 @@ def measured(tmp_path_factory):
     known = {}
 
     def rows(preset, *words):
-        if preset not in known:
+        key = (preset, words)
+        if key not in known:
             folder = tmp_path_factory.mktemp(preset)
             files = [f"--json={folder}/out.json", f"--png={folder}/out.png"]
             benchmark.main(["layouts", preset, "--steps=1", *files, *words])
             assert (folder / "out.png").read_bytes().startswith(b"\x89PNG")
             figures = json.loads((folder / "out.json").read_text())
             assert figures["machine"]["device"] == "cpu"
-            known[preset] = {(row["size"], row["layout"]): row for row in figures["rows"]}
-        return known[preset]
+            known[key] = {(row["size"], row["layout"]): row for row in figures["rows"]}
+        return known[key]
 
     return rows
 
@@ -66,9 +71,9 @@ def dp(measured):
     return measured("dp", "--rounds=2", "--sizes", "4", "1", *DP)
 
 
-@pytest.fixture
-def mp(measured):
-    rows = measured("mp", "--rounds=1", "--layouts", *LAYOUTS, f"--sizes={WIDTH}", *MP)
+@pytest.fixture(params=[pytest.param(FEW, id="few"), pytest.param(LAYOUTS, id="all", marks=ALL)])
+def mp(measured, request):
+    rows = measured("mp", "--rounds=1", "--layouts", *request.param, f"--sizes={WIDTH}", *MP)
     return {name: row for (_, name), row in rows.items()}
 
 
@@ -80,7 +85,7 @@ def domain(measured):
 
 def test_every_layout_of_every_size_has_a_row(dp, mp, domain):
     assert list(dp) == [("ranks 1", INDEPENDENT), *(("ranks 4", name) for name in (INDEPENDENT, *STRATEGIES))]
-    assert list(mp) == [ONE, *LAYOUTS]
+    assert list(mp) in ([ONE, *FEW], [ONE, *LAYOUTS])
     assert list(domain) == [ONE, *DOMAINS]
     for row in [*dp.values(), *mp.values(), *domain.values()]:
         assert min(row["seconds"], row["memory"]["peak"], row["speedup"]) > 0
@@ -93,7 +98,7 @@ def test_every_layout_of_every_size_has_a_row(dp, mp, domain):
 
 def test_a_step_holds_and_sends_what_is_planned_and_no_more(dp, mp, domain):
     cases = {("dp", case.name): case for case in layouts.strategy_cases(DP, STRATEGIES, 4)}
-    cases |= {("mp", case.name): case for case in layout_cases([*MP, f"--embed_dim={WIDTH}"], LAYOUTS)}
+    cases |= {("mp", case.name): case for case in layout_cases([*MP, f"--embed_dim={WIDTH}"], list(mp)[1:])}
     cases |= {("domain", case.name): case for case in domain_cases(DOMAIN, DOMAINS, 68)}
     for (preset, name), case in cases.items():
         row = {"dp": dp, "mp": mp, "domain": domain}[preset][("ranks 4", name) if preset == "dp" else name]

@@ -25,6 +25,12 @@ class Toy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.first(x).relu())
 """
+LOSS = '''
+
+def toy(prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None = None) -> Tensor:
+    """Mean of the absolute error."""
+    return (prediction - target).abs().flatten(1).mean(1)
+'''
 TASK = """from torch import Tensor
 
 from training.tasks import forecast
@@ -32,7 +38,7 @@ from training.tasks import forecast
 
 class ToyTask(forecast.ForecastTask):
     def loss(self, prediction: Tensor, target: Tensor, image_group) -> Tensor:
-        return (prediction - target).abs().mean()
+        return 2 * super().loss(prediction, target, image_group)
 """
 
 
@@ -51,7 +57,7 @@ def test_every_file_that_the_page_names_is_there():
         assert (ROOT / file.replace("NAME", "generic")).exists() or "NAME" in file, file
 
 
-def test_a_model_and_a_task_need_exactly_the_files_that_the_page_names(tmp_path, data_keys):
+def test_a_model_a_task_a_loss_and_an_optimizer_need_exactly_the_files_that_the_page_names(tmp_path, data_keys):
     tree, written = tmp_path / "tree", []
     for name in ("networks", "weather", "utils", "distributed", "training", "config"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -67,8 +73,26 @@ def test_a_model_and_a_task_need_exactly_the_files_that_the_page_names(tmp_path,
     assert sorted(written) == sorted(files("a model"))
     write("training/tasks/toy.py", TASK)
     assert written[-1:] == files("a task")
+    written.clear()
+    table = (tree / "utils/choices.py").read_text()
+    table = table.replace("OPTIMIZERS = {", 'OPTIMIZERS = {\n    "Toy": OptimizerKind("torch.optim:RAdam", takes=()),')
+    write("utils/choices.py", table)
+    assert written == files("an optimizer")
+    write("utils/choices.py", table.replace("LOSSES = {", 'LOSSES = {\n    "toy": LossKind("training.losses:toy"),'))
+    write("training/losses.py", (tree / "training/losses.py").read_text() + LOSS)
+    assert written[1:] == files("a loss")
 
-    words = ["--config=quick", "--model=toy", "--task=toy", "--model_args={width: 3}", "--img_size", "16", "32"]
+    words = [
+        "--config=quick",
+        "--model=toy",
+        "--task=toy",
+        "--optimizer=toy",
+        "--loss=toy",
+        "--model_args={width: 3}",
+        "--img_size",
+        "16",
+        "32",
+    ]
     words += ["--num_iters=3", "--global_batch_size=4", "--device=cpu"]
     words += [f"--{key}={value}" for key, value in data_keys.items()]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}

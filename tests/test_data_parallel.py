@@ -19,7 +19,7 @@ from tests.support.layout_parity import (
     train,
     train_serially,
 )
-from tests.support.marks import slow_but
+from tests.support.marks import slow_but, slow_rows_but
 from tests.support.refusals import refusal
 from training.checkpoint_state import collect_state, restore_state
 from training.model import build_model, initial_weights
@@ -60,12 +60,12 @@ def layout(strategy, size):
     return f"dp{size},data_parallel={strategy}{groups}"
 
 
-# Quick are all variants of one copied and one sharded strategy, and of the others accumulation, which has all that the
-# plain one has; on four ranks hsdp, which has groups of two there.
+# Quick is accumulation, which has all that the plain one has, with every strategy; the other variants with sharded
+# parameters. hsdp has four ranks, in groups of two.
 CASES = list(itertools.product(STRATEGIES, (2, 4), VARIANTS))
 QUICK = [
-    *itertools.product(("ddp", "fsdp"), (2,), VARIANTS),
-    *itertools.product(("zero1", "zero2"), (2,), ("accumulation",)),
+    *itertools.product(("ddp", "zero1", "zero2", "fsdp"), (2,), ("accumulation",)),
+    *itertools.product(("fsdp",), (2,), list(VARIANTS)[2:]),
     ("hsdp", 4, "accumulation"),
 ]
 
@@ -88,11 +88,14 @@ COMPILED_OPTIONS = {
     "compiled blocks": {"enable_jit": True},
     "compiled, recomputed": {"enable_jit": True, "activation_checkpointing": "selective"},
 }
-ON_FOUR_RANKS = pytest.mark.slow("sharded parameters on four ranks, also in groups of two")
-SHARDED = [("zero2", 2), ("fsdp", 2), *(pytest.param(s, 4, marks=ON_FOUR_RANKS) for s in ("fsdp", "hsdp"))]
+SHARDED = slow_rows_but(
+    [0], [("fsdp", 2), ("zero2", 2), ("fsdp", 4), ("hsdp", 4)], "other strategies that share out parameters, four ranks"
+)
 
 
-@pytest.mark.parametrize("variant", SHARDED_OPTIONS)
+@pytest.mark.parametrize(
+    "variant", slow_but(["offload", "units by size"], SHARDED_OPTIONS, "other options of sharded parameters")
+)
 @pytest.mark.parametrize(("strategy", "size"), SHARDED)
 def test_options_of_sharded_parameters_change_no_number(ranks, tiny_config, strategy, size, variant):
     check_training(ranks, tiny_config, layout(strategy, size), PARITY, **SHARDED_OPTIONS[variant])
@@ -110,7 +113,7 @@ def test_generated_code_changes_no_number(ranks, tiny_config):
     check_training(ranks, tiny_config, layout("fsdp", 2), PARITY, **COMPILED_OPTIONS["compiled, recomputed"])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("strategy", slow_but(["ddp"], ["ddp", "zero1"], "sharded moments"))
 def test_a_fused_optimizer_finds_weights_and_gradients_in_one_memory_format(ranks, tiny_config, strategy):
     options = PARITY | {"enable_fused": True, "enable_channels_last": True}
     check_training(ranks, tiny_config, layout(strategy, 2), options, steps=4)
@@ -128,12 +131,12 @@ IN_BUCKETS = pytest.mark.slow("compiled layers whose gradients are reduced in bu
     ],
     ids=str,
 )
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("strategy", slow_but(["ddp"], ["ddp", "zero1"], "sharded moments"))
 def test_options_of_replicated_parameters_change_no_number(ranks, tiny_config, strategy, options):
     check_training(ranks, tiny_config, layout(strategy, 2), PARITY, backend=TRACED, **options)
 
 
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "hsdp"])
+@pytest.mark.parametrize("strategy", slow_but(["zero1", "fsdp"], STRATEGIES[:4], "uneven parts of other strategies"))
 def test_three_ranks_split_parameters_unevenly(ranks, tiny_config, strategy):
     options = PARITY | {"embed_dim": 34, "seed": 3}  # with 0 a gradient of one bias is rounding noise for a step
     check_training(ranks, tiny_config, layout(strategy, 3), options)
@@ -141,7 +144,7 @@ def test_three_ranks_split_parameters_unevenly(ranks, tiny_config, strategy):
 
 @pytest.mark.parametrize("amp_mode", slow_but(["fp16"], ["bf16", "fp16"], "the other half precision"))
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow("half precision on four ranks"))])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", slow_but(["ddp", "fsdp"], STRATEGIES, "half precision in other strategies"))
 def test_mixed_precision_equals_mixed_precision_on_one_device(ranks, tiny_config, size, strategy, amp_mode):
     options = PARITY | {"amp_mode": amp_mode, "clip_grad_norm": 0.01}
     _, own = ranks_and_options(layout(strategy, size))
@@ -163,11 +166,15 @@ def test_halved_messages_train_nearly_the_same(ranks, tiny_config, options):
 
 @pytest.mark.parametrize(
     ("layout", "options"),
-    [
-        ("dp2,data_parallel=fsdp", {"model": "afno", "model_args": {"num_blocks": 4}}),
-        ("domain2,data_parallel=fsdp,wrap_policy=none", {}),
-        ("domain2,data_parallel=fsdp,wrap_policy=size,wrap_min_params=500", {}),
-    ],
+    slow_rows_but(
+        [0],
+        [
+            ("domain2,data_parallel=fsdp,wrap_policy=none", {}),
+            ("domain2,data_parallel=fsdp,wrap_policy=size,wrap_min_params=500", {}),
+            ("dp2,data_parallel=fsdp", {"model": "afno", "model_args": {"num_blocks": 4}}),
+        ],
+        "other units, and another model",
+    ),
 )
 def test_weights_gathered_in_half_precision_meet_no_other(ranks, tiny_config, layout, options):
     size, own = ranks_and_options(layout)
@@ -182,13 +189,13 @@ def test_two_half_precisions_are_not_mixed(tiny_config, amp_mode, gather_dtype):
         tiny_config(data_parallel="fsdp", amp_mode=amp_mode, gather_dtype=gather_dtype)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", slow_but(["fsdp"], ["ddp", "fsdp"], "copied weights"))
 def test_only_weights_that_data_parallelism_leaves_alone_are_trained(ranks, tiny_config, strategy):
     options = PARITY | {"freeze": ["*", "!pos_embed*"], "clip_grad_norm": 0.01}
     check_training(ranks, tiny_config, "domain2", options, 4, data_parallel=strategy)
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", slow_but(["fsdp"], ["zero2", "fsdp"], "weights that stay gathered"))
 def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks, tiny_config, strategy):
     config = tiny_config(**PARITY, amp_mode="fp16", data_parallel=strategy)
     for unchanged, scale in ranks(2, overflow_on_the_last_rank, config):
@@ -201,7 +208,7 @@ def test_without_the_reduction_ranks_train_apart(ranks, tiny_config):
         assert_serial(results, train_serially(tiny_config, PARITY, 10))
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", slow_but([3], [1, 3], "whole batches at once"))
 def test_gradients_are_reduced_once_a_step(ranks, tiny_config, accumulation):
     options = PARITY | {"gradient_accumulation": accumulation}
     size = 4 * sum(p.numel() for p in build_model(tiny_config(**options)).parameters())
@@ -253,7 +260,7 @@ def weights_after_a_resume(config, warm_up):
     return all(map(torch.equal, trained(step, range(3, 6)), expected))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", slow_but(["ddp"], ["ddp", "zero1", "fsdp"], "sharded moments and weights"))
 def test_a_resumed_run_of_four_ranks_goes_on_bit_for_bit(ranks, tiny_config, strategy):
     config = tiny_config(**PARITY | {"global_batch_size": 4, "depth": 2}, data_parallel=strategy)
     assert ranks(4, weights_after_a_resume, config, warm_up=True) == [True] * 4
@@ -270,7 +277,7 @@ def validate(config):
     return result
 
 
-@pytest.mark.parametrize("samples", [3, 10])
+@pytest.mark.parametrize("samples", slow_but([3], [3, 10], "an uneven tail behind full batches"))
 def test_validation_is_exact_with_uneven_tails_and_ranks_without_a_sample(ranks, tiny_config, samples):
     serial = validate(tiny_config(limit_nsamples_val=samples, global_batch_size=8))
     for strategy in ("ddp", "fsdp"):

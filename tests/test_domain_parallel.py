@@ -15,7 +15,7 @@ from tests.support.layout_parity import (
     check_training,
     ranks_and_options,
 )
-from tests.support.marks import needs_torch, slow_but
+from tests.support.marks import needs_torch, slow_but, slow_rows_but
 from training.tasks import build_task, task_of
 from training.tasks.waves import WaveLoader
 from utils import comm
@@ -42,8 +42,8 @@ LAYOUTS = [
 
 # Bands and tiles, each method, each kind of parallelism beside the domain's.
 QUICK = [
-    "domain2", "domain2x2", "domain3,domain_method=ring", "domain2,domain_method=all_to_all", "domain2xdp2",
-    "domain2xdp2,data_parallel=fsdp", "domain2xtp2",
+    "domain2x2", "domain3,domain_method=ring", "domain2,domain_method=all_to_all", "domain2xdp2,data_parallel=fsdp",
+    "domain2xtp2",
 ]  # fmt: skip
 
 
@@ -55,25 +55,21 @@ def test_ten_steps_equal_those_of_one_device(ranks, tiny_config, layout):
 SEVERAL = ["domain2x2", "domain3,domain_method=ring", "domain2xtp2", "domain2xdp2,data_parallel=fsdp"]
 
 
-@pytest.mark.parametrize("layout", SEVERAL)
+@pytest.mark.parametrize("layout", slow_but(SEVERAL[1:2], SEVERAL, "recomputation in other layouts"))
 def test_recomputed_activations_change_no_number(ranks, tiny_config, layout):
     check_training(ranks, tiny_config, layout, SIZES, **RECOMPUTED)
 
 
 @needs_torch((2, 13), "cannot trace the rules of ShardTensor in a block")
+@pytest.mark.slow("a compiled layer of split images, which is traced for a minute")
 def test_a_compiled_block_changes_no_number(ranks, tiny_config):
     check_training(ranks, tiny_config, "domain2", SIZES | {"depth": 1}, 4, TRACED, **COMPILED)
 
 
 @needs_torch((2, 13), "cannot trace the rules of ShardTensor in a block")
+@pytest.mark.nightly
 @pytest.mark.slow("compiled layers in other layouts: tiles, the ring, tensor parallelism and sharded weights")
-@pytest.mark.parametrize(
-    "extra",
-    [
-        pytest.param(COMPILED, id="compiled"),
-        pytest.param(RECOMPUTED | COMPILED, id="recomputed, compiled", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize("extra", [COMPILED, RECOMPUTED | COMPILED], ids=["compiled", "recomputed, compiled"])
 @pytest.mark.parametrize("layout", SEVERAL)
 def test_compiled_layers_change_no_number(ranks, tiny_config, layout, extra):
     check_training(ranks, tiny_config, layout, SIZES, backend=TRACED, **extra)
@@ -89,7 +85,7 @@ def test_a_fused_optimizer_takes_split_and_sharded_parameters(ranks, tiny_config
     check_training(ranks, tiny_config, "domain2xdp2,data_parallel=fsdp", SIZES, enable_fused=True)
 
 
-MIXED = ["domain2xdp2,data_parallel=fsdp", "domain3", "domain2x2,domain_method=ring", "domain2xtp2"]
+MIXED = ["domain3", "domain2xdp2,data_parallel=fsdp", "domain2x2,domain_method=ring", "domain2xtp2"]
 
 
 @pytest.mark.parametrize("amp_mode", ["bf16", "fp16"])
@@ -101,7 +97,7 @@ def test_mixed_precision_trains_as_on_one_device(ranks, tiny_config, layout, amp
 CLIPPED = ["domain2x2", "domain2xdp2,data_parallel=fsdp", "domain3", "domain2xtp2", "domain2xdp2,data_parallel=zero1"]
 
 
-@pytest.mark.parametrize("layout", slow_but(CLIPPED[:2], CLIPPED, "the norm in other layouts"))
+@pytest.mark.parametrize("layout", slow_but(CLIPPED[:1], CLIPPED, "the norm in other layouts"))
 def test_clipping_is_by_the_norm_of_the_whole_gradient(ranks, tiny_config, layout):
     check_in_double(ranks, tiny_config, layout, SIZES | {"clip_grad_norm": 0.01})
 
@@ -136,20 +132,22 @@ VOLUMES = CLASSES | {
     "task": "transport", "model": "vit", "img_size": [20, 12, 8], "n_in_channels": 2, "n_out_channels": 2,
 }  # fmt: skip
 TASKS = [
+    (CLASSES | {"limit_nsamples_val": 5}, "domain3,domain_method=ring"),
+    (VOLUMES, "domain3,domain_method=ring"),
     (CLASSES, "domain2"),
     (CLASSES, "domain2x2,data_parallel=fsdp"),
     (CLASSES | {"amp_mode": "bf16"}, "domain2xdp2"),
     (CLASSES, "domain2xtp2"),
-    (CLASSES | {"limit_nsamples_val": 5}, "domain3,domain_method=ring"),
     (CLASSES | {"img_size": [8, 12, 8]}, "domain1x2,data_parallel=zero1"),
     (VOLUMES, "dp2,data_parallel=fsdp"),
-    (VOLUMES, "domain3,domain_method=ring"),
     (VOLUMES, "domain2x2,data_parallel=fsdp"),
     (VOLUMES, "domain2xtp2"),
 ]
 
 
-@pytest.mark.parametrize(("settings", "layout"), TASKS, ids=lambda value: str(value)[-60:])
+@pytest.mark.parametrize(
+    ("settings", "layout"), slow_rows_but([0, 1], TASKS, "other layouts of both"), ids=lambda value: str(value)[-60:]
+)
 def test_classes_and_volumes_train_and_validate_as_on_one_device(ranks, tiny_config, settings, layout):
     settings, (size, own) = {"limit_nsamples_val": 10} | settings, ranks_and_options(layout)
     expected, scores = ranks(1, train_and_validate, tiny_config(**settings))[0]

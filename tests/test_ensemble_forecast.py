@@ -1,21 +1,28 @@
 """forecast.py with an ensemble: the same members in every layout, their files, scores and pictures."""
 
+import contextlib
 import gc
 import json
 import re
 import shutil
+import unittest.mock
 import weakref
 
 import numpy as np
 import pytest
 import torch
 import xarray
+from matplotlib.figure import Figure
 
 import forecast
 import train
+import training.ensemble_pictures
 from tests.conftest import words_of
 from tests.support.launch import outcome
+from tests.support.marks import slow_but
 from tests.support.refusals import refusal
+from tests.test_forecast import no_pictures
+from tools.forecasting import skill_report
 from tools.forecasting.dated_frames import run_config
 from tools.forecasting.ensembles import LeadTimeEnsembles
 from tools.forecasting.forecast_file import ForecastFile
@@ -35,6 +42,33 @@ def run(tiny_settings, tmp_path_factory):
     settings = tiny_settings | {"yaml_config": "config/ViT.yaml"} | own | of_members
     train.main(words_of(settings))
     return settings["expdir"] / "quick/00"
+
+
+def without_pictures():
+    """Forecasts draw nothing: drawing takes longer than all the rest."""
+    nothing = {name: lambda *_, **__: Figure() for name in ("ensemble_figure", "blur_figure")}
+    stack = contextlib.ExitStack()
+    stack.enter_context(no_pictures())
+    stack.enter_context(unittest.mock.patch.multiple(skill_report, **nothing))
+    return stack
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_pictures():
+    with without_pictures():
+        yield
+
+
+@pytest.fixture(name="ensemble_pictures")
+def _ensemble_pictures(monkeypatch):
+    """Forecasts of this test draw the pictures of an ensemble."""
+    for name in ("ensemble_figure", "blur_figure"):
+        monkeypatch.setattr(skill_report, name, getattr(training.ensemble_pictures, name))
+
+
+def outcome_of(words):
+    with without_pictures():
+        return outcome("forecast", words)
 
 
 def results_in(out):
@@ -111,20 +145,23 @@ def test_a_lead_time_is_in_the_file_before_the_next_is_computed(run, tmp_path, m
     assert seen == [(before, True) for before in range(6)]  # two starts of three steps
 
 
-def test_pictures_and_table_show_the_ensemble(serial, run, tmp_path, capsys):
-    *_, out = serial
-    assert (out / "ensemble.png").stat().st_size > 10_000
+def test_pictures_and_table_show_the_ensemble(ensemble_pictures, run, tmp_path, capsys):
     forecast_of(run, tmp_path, "--skill_only")
+    for name in ("ensemble.png", "blur.png"):
+        assert (tmp_path / name).stat().st_size > 10_000
     shown = capsys.readouterr().out
     for words in ("CRPS persistence", "spread / skill", "Brier, over quantile 0.9", "ensemble.png"):
         assert words in shown
 
 
-@pytest.mark.parametrize("layout", ["--ensemble_parallel=2", "--ensemble_parallel=3", "--domain_parallel=1x2"])
+SPLIT = ["--ensemble_parallel=2", "--domain_parallel=1x2", "--ensemble_parallel=3"]
+
+
+@pytest.mark.parametrize("layout", slow_but(SPLIT[:2], SPLIT, "a rank for each member"))
 def test_any_layout_has_the_same_members(ranks, run, serial, tmp_path, layout):
     size = 3 if layout.endswith("3") else 2
     words = [f"--run={run}", f"--out={tmp_path}", *WORDS, layout]
-    assert ranks(size, outcome, "forecast", words) == [(None, "")] * size
+    assert ranks(size, outcome_of, words) == [(None, "")] * size
     skill, files = results_in(tmp_path)
     for name, file in zip(files, serial[1], strict=True):
         xarray.testing.assert_allclose(name, file, rtol=1e-4, atol=1e-2)
@@ -153,7 +190,6 @@ def test_a_single_forecast_stands_beside_the_members(run, single, tmp_path, caps
     skill = json.loads((tmp_path / "members/skill.json").read_text())
     power = skill["spectra"]["power"]["z500"]
     assert set(power) == {"model", "truth", "mean"} and power["mean"] != power["model"]
-    assert (tmp_path / "members/blur.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("words", [[], ["--loss=squared_error"]])

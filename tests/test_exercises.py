@@ -2,14 +2,17 @@
 
 import importlib
 import re
+import shutil
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from exercises.check import check_file, exercises, main, title
-from tests.support import programs
+from tests.support import launch, programs
+from tests.support.marks import slow_but
 from tests.support.wrong_answers import WRONG
 
 FILES = {file.stem: file for file in exercises().values()}
@@ -62,7 +65,11 @@ def test_a_solution_passes(name):
     assert check_file(name, solution(name), SEED) == []
 
 
-@pytest.mark.parametrize("name", FILES)
+# Of ranks, of ShardTensor, of one process, and one of answers alone.
+QUICK = ["03_gradient_buckets", "09_rule_for_shard_tensor", "14_patches", "16_broken_runs"]
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, FILES, "what every other file says before it is filled in"))
 def test_an_unsolved_file_fails_with_a_line_that_helps(name):
     if subprocess.run(["git", "diff", "--quiet", "HEAD", "--", FILES[name]], cwd=FILES[name].parent).returncode == 1:
         pytest.skip("somebody has worked on it")
@@ -71,9 +78,14 @@ def test_an_unsolved_file_fails_with_a_line_that_helps(name):
     assert "Traceback" not in "".join(lines)
 
 
+OTHER_ANSWERS = pytest.mark.slow("the second typical wrong answer to an exercise, and those after it")
+NAMES = [name for name, *_ in WRONG]
+FIRST = [NAMES.index(name) for name in FILES if not name.startswith("12")]  # the planner traces for that
+
+
 @pytest.mark.parametrize(
     ("name", "old", "new", "message"),
-    [pytest.param(*w, marks=[PLANNED] * w[0].startswith("12"), id=f"{w[0]}-{i}") for i, w in enumerate(WRONG)],
+    [pytest.param(*w, marks=[] if i in FIRST else [OTHER_ANSWERS], id=f"{w[0]}-{i}") for i, w in enumerate(WRONG)],
 )
 def test_a_wrong_solution_is_told_what_is_wrong(name, old, new, message, tmp_path):
     lines = check_file(name, wrong_file(name, old, new, tmp_path), SEED)
@@ -132,6 +144,13 @@ def test_an_error_of_the_learner_names_the_line(tmp_path):
     file.write_text(text.replace("for bucket in buckets:", "for bucket in buckets"))
     (line,) = check_file("03_gradient_buckets", file, SEED)
     assert "SyntaxError: expected ':'" in line
+    for text, said in (
+        ("# later\n", "the file is empty"),
+        ("import os\nos._exit(0)\n", "with 2 ranks: every rank: it has ended itself with status 0"),
+        ("x = 1\n", "the file has no `average_gradients`"),
+    ):
+        file.write_text(text)
+        assert said in check_file("03_gradient_buckets", file, SEED)[0]
 
 
 @PLANNED
@@ -140,6 +159,7 @@ def test_all_questions_are_answered_at_once():
     assert [line.split(":")[0] for line in lines.split("\n  - ")] == ["few samples", "very wide", "wide"]
 
 
+@pytest.mark.slow("nine broken runs, each trained beside a right one")
 def test_the_broken_runs_show_what_is_to_be_answered():
     """Of each run: the ranks of the first stage's first row above the tolerance, and its name, are the answers."""
     answers = importlib.import_module("exercises.checks.16_broken_runs").RIGHT
@@ -211,6 +231,17 @@ def test_the_command_ends_with_a_status():
         assert text in run.stdout + run.stderr and "Traceback" not in run.stdout + run.stderr
 
 
-def test_make_passes_its_variables_on():
-    run = subprocess.run(["make", "-n", "exercise", "N=3", "SOLUTION=1"], capture_output=True, text=True)
-    assert "python -m exercises.check 3 --solution" in run.stdout
+def test_make_uses_the_environment_that_is_active_and_builds_none(tmp_path):
+    shutil.copy("Makefile", tmp_path)
+    (tmp_path / "requirements.txt").touch()
+    for words, wanted in (
+        (["exercise", "N=3", "SOLUTION=1"], "-m exercises.check 3 --solution"),
+        (["preflight", "RANKS=2"], "-m torch.distributed.run --nproc_per_node 2 -m tools.preflight"),
+    ):
+        active = {**launch.without_make(), "VIRTUAL_ENV": sys.prefix}
+        run = subprocess.run(["make", "-n", *words], cwd=tmp_path, env=active, capture_output=True, text=True)
+        assert run.stdout.split() == [f"{sys.prefix}/bin/python", *wanted.split()]
+    # Without torch an environment is built first.
+    none = {**active, "VIRTUAL_ENV": "", "PATH": "/usr/bin:/bin"}
+    run = subprocess.run(["make", "-n", *words, "PYTHON=false"], cwd=tmp_path, env=none, capture_output=True, text=True)
+    assert "-m venv" in run.stdout and run.stdout.split()[-1] == "tools.preflight"

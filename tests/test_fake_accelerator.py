@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.support import programs
+from tests.support.marks import slow_but
 from utils.config import SCRIPTS
 from utils.yaml_files import read_mappings
 
@@ -37,7 +38,7 @@ LAYOUTS = [
     ("train_shard.py", 4, "--domain_parallel=2x2 --activation_checkpointing=full --data_parallel=fsdp"),
     ("train_shard.py", 4, "--domain_parallel=2 --tensor_parallel=2 --activation_checkpointing=full"),
 ]
-QUICK = {"train.py": "quick", "train_mp.py": "mp_quick", "train_shard.py": "shard_quick"}
+CONFIGS = {"train.py": "quick", "train_mp.py": "mp_quick", "train_shard.py": "shard_quick"}
 
 
 def run(script, ranks, options, **environment):
@@ -46,15 +47,20 @@ def run(script, ranks, options, **environment):
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("options", ONE)
+@pytest.mark.parametrize("options", slow_but([ONE[1], ONE[4]], ONE, "other options of one device"))
 def test_one_device(options):
     status, errors = run("train.py", 1, f"--config=quick {options}")
     assert status == 0, errors
 
 
-@pytest.mark.parametrize(("script", "ranks", "options"), LAYOUTS)
-def test_a_rank_of_a_layout(script, ranks, options):
-    status, errors = run(script, ranks, f"--config={QUICK[script]} {options}")
+# A layout of each script: copied and sharded weights, split layers, a ring, stages, split images.
+QUICK = [LAYOUTS[i] for i in (0, 3, 9, 13, 15, 17)]
+
+
+@pytest.mark.parametrize("layout", slow_but(QUICK, LAYOUTS, "other layouts of each script"), ids=lambda case: case[2])
+def test_a_rank_of_a_layout(layout):
+    script, ranks, options = layout
+    status, errors = run(script, ranks, f"--config={CONFIGS[script]} {options}")
     assert status == 0, errors
 
 

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from tests.faults import FAULTS, MOUNTING, by_fork, can_mount, inject, prepare
+from tests.faults_in_phases import PHASES, stop_in
 from tests.support.marks import slow_but
 
 
@@ -24,3 +25,8 @@ def test_a_broken_run_ends_like_an_undisturbed_one(fault, prepared, tmp_path):
     data, undisturbed = prepared
     row = inject(fault, data, tmp_path / "run", undisturbed, by_fork)
     assert row["resumed"] and row["losses equal"], row
+
+
+@pytest.mark.parametrize("phase", slow_but(["conversion"], PHASES, "the other phases"))
+def test_a_signal_in_a_long_phase_ends_it_with_a_line_and_loses_nothing(phase, data_keys, tmp_path):
+    stop_in(phase, data_keys, tmp_path / "run")

@@ -24,6 +24,7 @@ from tests.support.refusals import refusal
 from tools.checkpoint import load_weights
 from tools.forecasting import skill_report
 from tools.forecasting.dated_frames import run_config
+from tools.forecasting.output_files import prepare_folder
 from tools.forecasting.skill_report import useful_hours
 from training.metrics import latitude_weights
 from training.model import build_model
@@ -129,9 +130,9 @@ def outcome_of(words):
 
 
 # Three starts over two ranks; bands and tiles. Of the others, bands of 2, 1, 1 rows, and a rank without a start.
-QUICK = ["dp2", "domain2", "domain2xtp2"]
+QUICK = ["dp2", "domain2xtp2"]
 LAYOUTS = [
-    *QUICK, "domain3,domain_method=ring", "domain2x2", "domain2x2,data_parallel=fsdp", "tp2",
+    *QUICK, "domain2", "domain3,domain_method=ring", "domain2x2", "domain2x2,data_parallel=fsdp", "tp2",
     "domain2xdp2,local_batch_size=2", "dp4,data_parallel=fsdp",
 ]  # fmt: skip
 
@@ -274,8 +275,8 @@ def test_scores_are_those_of_the_forecasts_in_the_files(serial, sample_folder):
 
 
 def test_pictures_are_there_and_the_animation_has_a_frame_for_each_lead_time(pictures, run, tmp_path):
-    forecast_of(run, tmp_path, "--lead_hours", 30, "--starts", 1, "--channel", "t2m", "--skill_only")
-    assert Image.open(tmp_path / "t2m.webp").n_frames == 5
+    forecast_of(run, tmp_path, "--lead_hours", 18, "--starts", 1, "--channel", "t2m", "--skill_only")
+    assert Image.open(tmp_path / "t2m.webp").n_frames == 3
     for name in ("t2m.png", "skill.png", "spectra.png"):
         assert min(Image.open(tmp_path / name).size) > 100
 
@@ -313,6 +314,12 @@ def test_bad_input_is_one_line(run, tmp_path, options, line):
     with refusal(line):
         forecast_of(run, tmp_path / "out", "--lead_hours", "24", *options)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_written_leads_to_another(tmp_path):
+    (tmp_path / "file").write_text("")
+    with refusal(r"file/forecast: the forecasts cannot be written there \(Not a directory\): choose another --out"):
+        prepare_folder(tmp_path / "file/forecast")
 
 
 def test_folders_that_are_no_forecasting_run_are_refused(run, tmp_path):
@@ -375,10 +382,10 @@ def test_a_refusal_is_the_same_line_on_every_rank(ranks, run, tmp_path):
 
 
 def test_the_command_line_end_to_end(run, tmp_path):
-    words = ["forecast.py", "--run_folder", run, "--out", tmp_path, "--lead_hours", "24"]
+    words = ["forecast.py", "--run_folder", run, "--out", tmp_path, "--lead_hours", "12"]
     done = programs.run([*words, "--starts", "2"])
     assert done.returncode == 0, done.stderr
-    assert "2 forecasts of 24 hours" in done.stdout and "ACC model" in done.stdout
+    assert "2 forecasts of 12 hours" in done.stdout and "ACC model" in done.stdout
     assert "power model" in done.stdout and "power: of the model at wavelengths up to " in done.stdout
     assert done.stdout.splitlines()[-1] == f"animation:  {tmp_path}/z500.webp" and (tmp_path / "z500.webp").exists()
     words += ["--domain_parallel", "2", "--dates", "1982-01-01T06", "1982-01-03"]

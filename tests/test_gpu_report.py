@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from distributed import attention
 from distributed.collectives import as_group
 from tests.support import programs
-from tests.support.launch import alive, popen, wait_until
+from tests.support.launch import alive, popen, wait_until, without_make
 from tests.support.refusals import refusal
 from tools import gpu_report
 from tools.instruments.collective_speed import are_right
@@ -158,7 +158,7 @@ def test_what_cannot_be_used_is_one_line(words, line, monkeypatch, tmp_path):
     ],
 )
 def test_without_a_gpu_one_line_says_so(words):
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    env = without_make()
     done = subprocess.run(words, capture_output=True, text=True, env=env)
     lines = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("make: ")]
     assert done.returncode == 2 and len(lines) == 1 and re.search("not on this machine|no GPU is there", lines[0])

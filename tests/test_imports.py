@@ -38,7 +38,7 @@ def output_of(program, *words, **variables):
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("name", slow_but(["train", "forecast"], PROGRAMS, "every program", nightly=True))
+@pytest.mark.parametrize("name", slow_but(["train"], PROGRAMS, "every program", nightly=True))
 def test_an_import_leaves_the_process_as_it_was(name):
     """Only a ShardTensor replaces functions of torch; rungs 1 to 3 and the other programs make none."""
     program = f"{STATE}\nimport json\nbefore = state()\nimport {name}\nprint(json.dumps([before, state()]))"
@@ -59,6 +59,7 @@ def test_help_imports_nothing_that_only_a_run_needs():
     assert (status, output.splitlines()[-1], errors) == (0, "[]", "")
 
 
+@pytest.mark.slow("programs of one process; two ranks say what one does")
 def test_programs_print_no_line_of_a_library(tiny_options):
     """No deprecation, no leak: with the torch of this machine, whichever it is."""
     words = tiny_options(num_iters=2, warmup=0)

@@ -17,12 +17,13 @@ from torch.distributed import HashStore
 
 from tests.conftest import words_of
 from tests.support.launch import losses, rank_pids, summary, torchrun, wait_for
+from tests.support.marks import slow_but
 from tests.support.programs import finish, run_ranks, start_ranks
 from tests.support.workers import free_port
 from utils import connection, rank_failure
 from utils.launch import Launch
 
-COMMON = {"num_iters": 150, "checkpoint_every": 20, "validate_every": 4, "num_data_workers": 1}
+COMMON = {"num_iters": 80, "checkpoint_every": 20, "validate_every": 4, "num_data_workers": 1}
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,14 @@ COMMON_ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "words"), COMMON_ERRORS, ids=["settings", "data"])
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        pytest.param(*COMMON_ERRORS[0], marks=pytest.mark.slow("the same before the ranks are connected")),
+        COMMON_ERRORS[1],
+    ],
+    ids=["settings", "data"],
+)
 def test_an_error_of_all_ranks_is_one_line_and_in_the_summary_of_torchrun(tiny_options, wrong, words):
     status, output = finish(torchrun(tiny_options(global_batch_size=3, **wrong), ranks=3))
     said, of_torch = output.split("train.py FAILED")
@@ -112,7 +120,7 @@ def test_an_error_of_all_ranks_is_said_once_without_a_launcher(tiny_options, wro
     assert output.count("\n") == 1 and output.startswith("error: rank 0: ") and words in output
 
 
-@pytest.mark.parametrize("failing", [0, 2])
+@pytest.mark.parametrize("failing", slow_but([2], [0, 2], "rank 0, which holds the store"))
 def test_settings_that_only_one_rank_cannot_read_end_all_and_name_the_rank(tiny_options, failing):
     def words(rank):
         return ["train.py", *tiny_options(config="qick" if rank == failing else "quick", global_batch_size=3)]
@@ -163,7 +171,7 @@ def test_a_stuck_rank_leaves_the_stacks_of_all(tiny_options, tmp_path):
     assert all((tmp_path / f"logs/quick/00/collectives-rank{rank}.json").exists() for rank in (0, 1))
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", slow_but([1], [0, 1], "rank 0, which holds the store"))
 def test_a_rank_that_fails_takes_the_others_along_and_its_error_is_named(
     tiny_options, tmp_path, sample_folder, failing
 ):
@@ -204,7 +212,8 @@ def test_ranks_end_with_the_torchrun_that_started_them(tiny_options, tmp_path):
     for process in left:
         process.kill()
     assert not left
-    assert "ends because torchrun has been killed" in agent.communicate()[0]
+    said = agent.communicate()[0]
+    assert "ends because torchrun has been killed" in said, said
 
 
 def test_the_store_of_one_machine_is_not_open_to_others():

@@ -10,6 +10,7 @@ import torch
 import plan
 from tests.support.layout_faults import FAULTS, patched
 from tests.support.layout_parity import compare_in_double, ranks_and_options, record_in_double
+from tests.support.marks import needs_torch
 from tests.support.refusals import refusal
 from tests.support.step_faults import MORE_FAULTS
 from tools.instruments.rank_case import words_of_name
@@ -72,6 +73,32 @@ def test_the_help_of_the_check_names_its_other_kind(capsys):
     with pytest.raises(SystemExit):
         check.main(["--help"])
     assert "plan.py check --all --help" in " ".join(capsys.readouterr().out.split())
+
+
+JOINED = ["--model=tools.compositions.joined:Joined", "--model_args={}", "--enable_jit"]
+
+
+def test_layouts_are_compiled_where_that_is_asked_for_and_one_device_is_not():
+    serial, domain = check.cases_of([*JOINED, "--global_batch_size=2"], ["domain2"])
+    assert domain.config.enable_jit and not serial.config.enable_jit
+
+
+@pytest.mark.slow("compiled blocks that join tensors by a tuple, by the command")
+@needs_torch((2, 13), "cannot trace the rules of ShardTensor")
+def test_compiled_blocks_that_join_by_tuples_are_equal_to_one_device(capsys):
+    words = [
+        "check",
+        "--config=quick",
+        "--device=cpu",
+        *JOINED,
+        "--global_batch_size=2",
+        "--layouts",
+        "domain2",
+        "domain3",
+    ]
+    assert plan.main(words) == 0
+    table = capsys.readouterr().out
+    assert table.count("equal |") == 2 and "not compared: blocks.0.mix" in table
 
 
 def test_there_are_sixty_faults():
@@ -200,11 +227,13 @@ def test_the_command_prints_what_differs_and_ends_with_a_status(tiny_options, tm
     [
         (["--layouts", "tp3"], "tensor parallel: 2 heads cannot be split over 3 ranks"),
         (["--layouts", "sp2"], "layout 'sp2': expected sizes of"),
+        (["--layouts", "fsdp2"], "fsdp is what the ranks of dp share, not a dimension: dp2,data_parallel=fsdp"),
+        (["--layouts", "tp2xzero1"], "zero1 is .* not a dimension: tp2xdp2,data_parallel=zero1"),
         (["--layouts", "dp3"], "global_batch_size 4 cannot be shared by 3 ranks"),
         (["--layouts", "dp4000", "--global_batch_size=4000"], "4000 ranks are too many"),
         (
-            ["--model", "tests.test_untrainable_weights:Gradient", "--layouts", "domain2"],
-            r"no rule for grad .* in test_untrainable_weights.py, line \d+",
+            ["--model", "tests.support.without_a_rule:Renormed", "--layouts", "domain2"],
+            r"no rule for renorm .* in without_a_rule.py, line \d+",
         ),
         (["--model", "tests.support.own_models:Fails"], r"KeyError: 'no such channel' .*own_models.py, line \d+"),
     ],

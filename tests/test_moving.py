@@ -105,8 +105,13 @@ def test_every_step_of_every_picture_can_be_read(browser, tmp_path, width):
     for name in MOVING:
         walked = page.evaluate(f"({WALK})(document.querySelector('[data-picture={name}]'))")
         assert walked["found"] == [], name
+        if name == "ddp_buckets":
+            counts = [formula(page, "buckets", 85e6, cap) for cap in (25, 1, 5, 10, 25, 50, 100, 400)]
+            assert walked["steps"] == sum(counts) + len(counts)  # one for each bucket, and one before
         assert walked["steps"] >= 5 and walked["sentences"] >= 4, name
         page.locator(f"[data-picture={name}]").screenshot(path=tmp_path / f"{name}_{width}.png")
+    halo = page.locator("[data-picture=halo] svg")
+    assert halo.locator(".late").count() == 4  # rows with a sum have a colour that no rank has
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.errors == []
 
@@ -151,14 +156,15 @@ def test_a_question_takes_an_answer_before_it_shows_its_own(page):
     number.locator("button").click()
     assert number.locator("[role=status]").inner_text() == "A number, please."
     assert not page.get_by_text("16 bytes each.").is_visible()
-    for given, reply in (("18", "You said 18. It is 75.32 MiB."), ("75", "Right.")):
+    right = ("75", "Right."), ("75,3", "Right.")
+    for given, reply in (("18", "You said 18. It is 75.32 MiB."), *right):
         number.locator("input").fill(given)
         number.locator("button").click()
         assert number.locator("[role=status]").inner_text() == reply
         assert page.get_by_text("16 bytes each.").is_visible()
     choice.locator("select").select_option("ddp")
     choice.locator("button").click()
-    assert "It is fsdp" in choice.inner_text() and page.get_by_text("It gathers twice.").is_visible()
+    assert "You said ddp. It is fsdp." in choice.inner_text() and page.get_by_text("It gathers twice.").is_visible()
 
 
 def test_questions_of_pages_have_the_answers_that_they_explain():

@@ -39,9 +39,9 @@ LAYOUTS = [
     "dp3,data_parallel=fsdp,cpu_offload=true", "dp2,gradient_accumulation=3",
 ]  # fmt: skip
 QUICK = [
-    "dp2", "dp3,data_parallel=zero1", "dp3,data_parallel=fsdp", "tp2", "tp2xdp2,data_parallel=fsdp", "domain2",
-    "pp2xdp2,gradient_accumulation=2",
+    "dp2,data_parallel=zero1", "dp3,data_parallel=fsdp", "tp2", "domain2",
 ]  # fmt: skip
+SPLIT = ["dp2,data_parallel=fsdp", "tp2"]
 _one_device = {}  # {options: losses, weights}
 
 
@@ -96,7 +96,7 @@ def train_apart(config):
         return train_in_double(config)
 
 
-@pytest.mark.parametrize("layout", ["dp2,data_parallel=fsdp", "tp2"])
+@pytest.mark.parametrize("layout", slow_but(SPLIT[1:], SPLIT, "sharded weights"))
 def test_orthogonal_pieces_are_not_pieces_of_an_orthogonal_matrix(ranks, tiny_config, layout):
     def on_pieces(size, _, config):
         return ranks(size, train_in_double if size == 1 else train_apart, config)
@@ -115,8 +115,11 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("layout", ["dp2,data_parallel=zero1", "dp2,data_parallel=fsdp"])
-@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+SHARDED = ["dp2,data_parallel=zero1", "dp2,data_parallel=fsdp"]
+
+
+@pytest.mark.parametrize("layout", slow_but(SHARDED[1:], SHARDED, "sharded moments"))
+@pytest.mark.parametrize("options", slow_but(list(MODELS.values())[:2], MODELS.values(), "other weights"), ids=MODELS)
 def test_weights_of_all_kinds_are_trained_as_on_one_device(ranks, tiny_config, layout, options):
     check(ranks, tiny_config, layout, MUON | options)
 
@@ -129,8 +132,14 @@ def train_from_in_double(config, *args):
         torch.set_default_dtype(torch.float32)
 
 
-def test_layouts_resume_each_other(ranks, tiny_config, tmp_path):
-    layouts = ["dp3,data_parallel=fsdp", "serial", "tp2xdp2,data_parallel=fsdp", "dp2,data_parallel=zero1", "domain2"]
+CHAINS = [
+    ["dp2,data_parallel=fsdp", "tp2"],
+    ["dp3,data_parallel=fsdp", "serial", "tp2xdp2,data_parallel=fsdp", "dp2,data_parallel=zero1", "domain2"],
+]
+
+
+@pytest.mark.parametrize("layouts", slow_but(CHAINS[:1], CHAINS, "more layouts, one after the other"), ids=len)
+def test_layouts_resume_each_other(ranks, tiny_config, tmp_path, layouts):
     losses = []
     for number, layout in enumerate(layouts):
         size, own = ranks_and_options(layout)
@@ -140,7 +149,7 @@ def test_layouts_resume_each_other(ranks, tiny_config, tmp_path):
 
 
 @pytest.mark.parametrize("amp_mode", ["bf16", "fp16"])
-@pytest.mark.parametrize("layout", ["dp2,data_parallel=fsdp", "tp2"])
+@pytest.mark.parametrize("layout", slow_but(SPLIT[1:], SPLIT, "sharded weights"))
 def test_mixed_precision_trains_as_on_one_device(ranks, tiny_config, layout, amp_mode):
     size, own = ranks_and_options(layout)
     options = MUON | {"amp_mode": amp_mode}
@@ -167,7 +176,7 @@ def test_one_device_has_the_numbers_of_torch(dtype, monkeypatch):
     theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
     parts = {parameter: MatrixPart(parameter.shape, ()) for parameter in ours}
     group = {"params": ours, "muon": True, "weight_decay": 0.1}
-    muon = Muon([group], 0.02, parts, 0.9, dtype, torch.device("cpu"), {})
+    muon = Muon([group], 0.02, parts, 0.9, dtype, torch.device("cpu"), torch.optim.AdamW)
     reference = torch.optim.Muon(theirs, 0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
     for _ in range(3):
         for own, other in zip(ours, theirs, strict=True):

@@ -7,6 +7,7 @@ import train_mp
 from networks import MODELS
 from tests.support import own_models
 from tests.support.layout_parity import build, check_in_double, ranks_and_options, train_in_double, train_steps
+from tests.support.marks import slow_but
 from tests.support.refusals import refusal
 from tools.planner.trace import trace_step
 from training.checkpoint import CheckpointFolder
@@ -45,14 +46,21 @@ def test_our_models_draw_their_weights_from_the_seed_and_the_names_of_their_modu
     assert not torch.allclose(first / first.norm(), last / last.norm())
 
 
-@pytest.mark.parametrize("layout", ["dp2", "dp2,data_parallel=fsdp", "domain2x2", "domain3"])
-@pytest.mark.parametrize("name", ["BatchNormNet", "Scaled", "HoldsATensor"])
+LAYOUTS = ["dp2", "dp2,data_parallel=fsdp", "domain2x2", "domain3"]
+TRAINED = ["BatchNormNet", "Scaled", "HoldsATensor"]
+
+
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS[::3], LAYOUTS, "sharded weights, and tiles"))
+@pytest.mark.parametrize("name", slow_but(TRAINED[:1], TRAINED, "other models of one's own"))
 def test_it_trains_as_on_one_device(ranks, tiny_config, name, layout):
     options = {"model": own(name), "img_size": [11, 14], "patch_size": 1, "sync_batchnorm": True}
     check_in_double(ranks, tiny_config, layout, options)
 
 
-@pytest.mark.parametrize("layout", ["dp2", "dp2,data_parallel=zero1", "domain2xdp2"])
+COPIED = ["domain2xdp2", "dp2", "dp2,data_parallel=zero1"]
+
+
+@pytest.mark.parametrize("layout", slow_but(COPIED[:1], COPIED, "whole images"))
 def test_a_micro_batch_normalizes_over_the_samples_of_one_device(ranks, tiny_config, layout):
     options = {
         "model": own("BatchNormNet"), "img_size": [11, 14], "patch_size": 1, "sync_batchnorm": True,
@@ -61,14 +69,14 @@ def test_a_micro_batch_normalizes_over_the_samples_of_one_device(ranks, tiny_con
     check_in_double(ranks, tiny_config, layout, options)
 
 
-@pytest.mark.parametrize("layout", ["domain2x2", "domain3"])
+@pytest.mark.parametrize("layout", slow_but(["domain3"], ["domain2x2", "domain3"], "tiles"))
 @pytest.mark.parametrize("name", ["Coarse", "Whole"])
 def test_an_output_is_cut_as_the_target_is_whatever_the_model_makes_of_the_cuts(ranks, tiny_config, name, layout):
     options = {"model": own(name), "img_size": [20, 24], "patch_size": 1, "sync_batchnorm": True}
     check_in_double(ranks, tiny_config, layout, options)
 
 
-@pytest.mark.parametrize("layout", ["dp2", "domain2x2", "domain3"])
+@pytest.mark.parametrize("layout", slow_but(["domain3"], ["dp2", "domain2x2", "domain3"], "whole images, and tiles"))
 def test_complex_weights_train_as_on_one_device(ranks, tiny_config, layout):
     options = {"model": own("Spectral"), "img_size": [11, 14], "patch_size": 1, "clip_grad_norm": 0.1}
     check_in_double(ranks, tiny_config, layout, options)
@@ -77,7 +85,7 @@ def test_complex_weights_train_as_on_one_device(ranks, tiny_config, layout):
 SPHERICAL = {"model": own("Spherical"), "img_size": [22, 44], "patch_size": 1}
 
 
-@pytest.mark.parametrize("layout", ["domain2x2", "domain3"])
+@pytest.mark.parametrize("layout", slow_but(["domain3"], ["domain2x2", "domain3"], "tiles"))
 def test_spherical_harmonics_train_as_on_one_device(ranks, tiny_config, layout):
     check_in_double(ranks, tiny_config, layout, SPHERICAL)
 
@@ -92,8 +100,11 @@ def test_spherical_harmonics_stay_split(tiny_config):
     assert sums == {("forward", part // 2): 4, ("backward", part // 2): 4}
 
 
-@pytest.mark.parametrize("scale", [1, 2])
-@pytest.mark.parametrize("img_size", [[33, 64], [64, 128], [128, 256]])
+IMAGES = [[33, 64], [64, 128], [128, 256]]
+
+
+@pytest.mark.parametrize("scale", slow_but([1], [1, 2], "more channels"))
+@pytest.mark.parametrize("img_size", slow_but(IMAGES[:1], IMAGES, "larger tables still"))
 def test_spherical_harmonics_stay_split_beside_larger_tables(tiny_config, img_size, scale):
     """The table of polynomials is larger than a rank's part of the image, and tells nothing of the result."""
     options = SPHERICAL | {"img_size": img_size, "model_args": {"scale": scale}}
@@ -111,7 +122,7 @@ def test_complex_weights_are_not_sharded(ranks, tiny_config, strategy):
         ranks(2, build, config)
 
 
-@pytest.mark.parametrize("layout", ["dp2", "domain3"])
+@pytest.mark.parametrize("layout", slow_but(["domain3"], ["dp2", "domain3"], "whole images"))
 def test_two_layers_with_one_weight_keep_it(ranks, tiny_config, layout):
     options, (size, split) = {"model": own("Tied"), "img_size": [11, 14], "patch_size": 1}, ranks_and_options(layout)
     check_in_double(ranks, tiny_config, layout, options)
@@ -119,7 +130,10 @@ def test_two_layers_with_one_weight_keep_it(ranks, tiny_config, layout):
         assert "first.weight" in state and "second.weight" not in state  # which is the same
 
 
-@pytest.mark.parametrize("layout", ["tp2", "cp3", "pp2", "domain2xtp2"])
+PROTOCOL = ["tp2", "cp3", "pp2", "domain2xtp2"]
+
+
+@pytest.mark.parametrize("layout", slow_but(PROTOCOL[2:], PROTOCOL, "tensor and context parallelism of rung 3"))
 def test_a_model_with_the_names_of_the_protocol_is_split_by_rungs_3_and_4(ranks, tiny_config, layout):
     check_in_double(ranks, tiny_config, layout, {"model": own("OwnTransformer"), "img_size": [20, 24]})
 
@@ -143,7 +157,7 @@ def train_and_stop(config, folder, stops):
     return scores["val_loss"], {name: b.clone() for name, b in step.parallel.model.named_buffers()}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", slow_but(["ddp"], ["ddp", "fsdp"], "sharded weights"))
 def test_running_statistics_resume_bit_for_bit_and_are_those_of_the_first_rank(ranks, tiny_config, tmp_path, strategy):
     config = tiny_config(model=own("BatchNormNet"), data_parallel=strategy)
     whole = ranks(2, train_and_stop, config, tmp_path / "whole", [6])

@@ -358,7 +358,7 @@ ON_AN_H100 = {
 }
 
 
-@pytest.mark.parametrize("name", ON_AN_H100)
+@pytest.mark.parametrize("name", slow_but(["TF32"], ON_AN_H100, "other precisions and sizes on an H100"))
 def test_steps_that_an_h100_took_are_planned(name):
     milliseconds, gib, words = ON_AN_H100[name]
     plan = plan_layout(*settings("--config=short", *words), H100)
@@ -366,7 +366,7 @@ def test_steps_that_an_h100_took_are_planned(name):
     assert plan.peak / 2**30 == pytest.approx(gib, rel=0.05)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", slow_but(["384, TF32", "1024, tp 4 x dp 4"], PUBLISHED, "other published runs"))
 def test_published_throughputs_lie_in_the_stated_band(name):
     traces, config, layout = traced(name)
     step = step_time(traces, config, layout, gpu_of(name))
@@ -377,7 +377,8 @@ def test_published_throughputs_lie_in_the_stated_band(name):
     assert sum(c["bytes"] for c in step.collectives) == pytest.approx(sent, abs=10)
 
 
-@pytest.mark.parametrize("dtype", slow_but(["bf16"], ["bf16", "fp16"], "the order in the other precision"))
+@pytest.mark.slow("the order of two layouts by our own layers, in both precisions")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_context_parallel_beats_tensor_parallel_as_it_did(dtype):
     """Our own layers, 4,050 tokens, 64 samples on 16 GPUs: 166 against 126 samples/s were published."""
     words = "--config=mp", f"--amp_mode={dtype}", "--no-enable_jit"

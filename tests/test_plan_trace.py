@@ -31,7 +31,9 @@ PUBLISHED = {
 NUMBERS = pytest.mark.slow("every published number")
 
 
-@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=NUMBERS), 4, pytest.param(8, marks=NUMBERS)])
+@pytest.mark.parametrize(
+    "gpus", [pytest.param(1, marks=NUMBERS), pytest.param(2, marks=NUMBERS), 4, pytest.param(8, marks=NUMBERS)]
+)
 @pytest.mark.parametrize("name", ["classify_1024", pytest.param("classify_2048", marks=NUMBERS)])
 def test_published_memory_of_domain_parallel_training(name, gpus):
     alone = " --noddp" if gpus > 1 else ""

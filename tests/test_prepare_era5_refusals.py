@@ -11,6 +11,9 @@ import pytest
 from tests.support.era5_examples import H, W, build, convert, reference_hours, save_netcdf, save_zarr, wb2_regridded
 from tests.support.refusals import refusal
 from weather import data_set_writer
+from weather.remote_store import RemoteOptions
+from weather.zarr_store import ZarrStore
+from weather.zarr_year import ZarrYear
 
 
 def put(data, name, value, **where):
@@ -298,3 +301,22 @@ def test_of_many_sources_a_few_are_described(tmp_path):
     sources = [save_netcdf(data.isel(valid_time=[i]), tmp_path / f"{i}.nc") for i in range(9)]
     with refusal(r"no source holds tcwv or total_column_water_vapour: \S+0.nc holds u10, .*; and 8 more sources"):
         convert(sources, tmp_path / "out")
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_store_of_points_is_refused_with_what_it_is(tmp_path, version):
+    zarr = pytest.importorskip("zarr")
+    store = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=version)
+    for name, shape in {"data": (8, 20, 1, 512), "latitudes": (512,), "longitudes": (512,), "dates": (8,)}.items():
+        store.create_array(name, shape=shape, dtype="f4")
+    what = r"store of anemoi-datasets: one array, data \[8, 20, 1, 512\].* list of 512 points, not on a grid: give"
+    with refusal(what):
+        convert([str(tmp_path / "a.zarr")], tmp_path / "out")
+    with refusal(what):
+        ZarrYear(tmp_path / "a.zarr", ZarrStore(str(tmp_path / "a.zarr"), RemoteOptions()))
+
+
+def test_a_dimension_of_variables_is_named_with_what_to_do(tmp_path):
+    data = build()["t2m"].expand_dims(variable=["t2m"], axis=1).rename("data").to_dataset()
+    with refusal(r"holds data .*: make its variable variables \(xarray: to_dataset\(dim='variable'\)\)"):
+        convert([save_zarr(data, tmp_path / "a.zarr")], tmp_path / "out")

@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from docs.quiz_page import MARK, anchor_of, questions_as_html
 from tests.support import programs
 from tests.support.browser import open_chromium
-from tools.course.questions import RUNGS, WHEN, read_questions
+from tools.course.questions import RUNGS, WHEN, Question, complaint_of, numbers, read_questions
 from tools.course.quiz import quiz_tables, read_class, take
 from tools.instruments.counting import bytes_sent
 from tools.planner.symbols import Symbols
@@ -258,6 +260,7 @@ def test_a_class_sees_shares_and_gains_and_loses_nothing_by_broken_files(tmp_pat
         answer(tmp_path, learner, 1, "after", wrong[1:])
     answer(tmp_path, "carl", 1, "after", ["tokens", "flop"])  # who was not there before
     answer(tmp_path, "carl", 2, "before")
+    (tmp_path / "emil").mkdir()  # who has answered nothing
     answer(tmp_path, "anna", 1, "after", ["flop"], again="2")  # the first answers count
     other = answer(tmp_path, "dora", 1, "after")
     other.write_text(other.read_text().replace(read_questions(1)["after"].mark, "0" * 12))
@@ -275,8 +278,10 @@ def test_a_class_sees_shares_and_gains_and_loses_nothing_by_broken_files(tmp_pat
         ["anna", "9", "10", "-"],
         ["ben", "8", "9", "-"],
         ["carl", "-", "8", "10"],
+        ["emil", "-", "-", "-"],
     ):
         assert row in lines, row
+    assert "1 learner before, 0 after." in run.stdout
     complaints = run.stderr.splitlines()
     assert len(complaints) == 8 and all(str(tmp_path) in line for line in complaints)
     assert sum("other questions" in line for line in complaints) == 1
@@ -286,19 +291,66 @@ def test_a_class_sees_shares_and_gains_and_loses_nothing_by_broken_files(tmp_pat
 def test_a_learner_answers_in_a_terminal_and_the_file_counts(tmp_path):
     questions = read_questions(2)["after"]
     letters = [["a", "b", "c"][q.choices.index(q.answer)] if q.choices else q.answer for q in questions.questions]
-    lines = iter(["many", *letters[:-1], "d", ""])  # no number, no such letter, and the last is not known
+    # No number, a doubtful one, no such letter, and the last is not known.
+    lines = iter(["many", "1,000", *letters[:-1], "d", ""])
     own = tmp_path / "anna"
     own.mkdir()
     said = []
     file = take(own, questions, lambda _: next(lines), said.append)
-    assert sum(line.strip() == "a number, please" for line in said) == 1
-    assert sum(line.strip() == "a letter, please" for line in said) == 1
+    assert sum(line.strip() == "A number, please." for line in said) == 1
+    assert sum("may be 1 or 1000" in line for line in said) == 1
+    assert sum(line.strip() == "A letter, please." for line in said) == 1
     assert sum("Right." in line for line in said) == 9
     (handed,), complaints = read_class(tmp_path)
     assert complaints == [] and handed.learner == "anna" and sum(handed.right.values()) == 9
     assert "anna" in quiz_tables([handed])
     with pytest.raises(UsageError, match=f"{file.name}: these questions are answered"):
         take(own, questions, input, print)
+
+
+# What learners write, and what it may mean.
+WRITTEN = {
+    "4.8": [4.8],
+    "4,8": [4.8],
+    " -0,125 ": [-0.125],
+    ",5": [0.5],
+    "12,34": [12.34],
+    "1,0000": [1],
+    "1,000": [1, 1000],
+    "28,125": [28.125, 28125],
+    "1,000.5": [1000.5],
+    "1.000,5": [1000.5],
+    "4.050,0": [4050],
+    "1,000,000": [1e6],
+    "1e3": [1000],
+    "4.050": [4.05],
+    "": [],
+    "many": [],
+    "4,": [],
+    "1,00,0": [],
+    "1e999": [],
+    "nan": [],
+    "0x10": [],
+    "1_000": [],
+}
+
+
+def test_a_decimal_comma_is_one_in_a_terminal_and_on_a_page():
+    for text, meant in WRITTEN.items():
+        assert numbers(text) == meant, text
+    tokens = Question("tokens", "", "", "4.8", "")
+    assert tokens.is_right("4,8") and not tokens.is_right("48")
+    node = shutil.which("node")
+    if not node:
+        pytest.skip("no node: the page is not compared")
+    # The script asks for a page when it is loaded, and finds none.
+    script = (ROOT / "docs/moving/questions.js").read_text()
+    script = f"const document = {{ addEventListener() {{}} }};\n{script}\n"
+    texts = json.dumps(list(WRITTEN))
+    script += f"console.log(JSON.stringify({texts}.map(each => [numbersOf(each), complaintOf(each)])))"
+    done = subprocess.run([node, "-"], input=script, capture_output=True, text=True, check=True)
+    of_page = json.loads(done.stdout)
+    assert of_page == [[meant, complaint_of(text)] for text, meant in WRITTEN.items()]
 
 
 def test_a_quiz_that_is_broken_off_or_misses_a_word_ends_with_one_line(tmp_path):

@@ -6,6 +6,7 @@ from torch import nn
 
 from tests.support.compilation import TRACED, compile_by
 from tests.support.layout_parity import build, train_in_double, train_steps
+from tests.support.marks import slow_but
 from training.recomputation import checkpointed, copied_buffers, with_buffers
 
 
@@ -34,7 +35,9 @@ def test_losses_and_state_are_those_without_recomputation(tiny_config, model, op
         assert torch.equal(found_state[name], value), name
 
 
-@pytest.mark.parametrize("recomputed", ["full", "selective", "step"])
+@pytest.mark.parametrize(
+    "recomputed", slow_but(["selective"], ["full", "selective", "step"], "whole blocks and whole steps")
+)
 def test_a_compiled_model_is_recomputed_too(tiny_config, recomputed):
     """torch.compile takes no contexts around a recomputed function but some of its own."""
     with compile_by(TRACED):

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.layout_parity import build, check_in_double, train
+from tests.support.marks import slow_but
 from tests.support.refusals import refusal
 from tools.layout_check.saving import why_not_saved
 from training.model import build_model
@@ -189,10 +190,13 @@ def refused(config):
     return ""
 
 
-@pytest.mark.parametrize("options", [
-    {"model": f"{HERE}:Clamped"}, {"model": f"{HERE}:Clamped", "model_args": {"by_data": True}},
+WRITES = [
+    {"model": f"{HERE}:Clamped", "model_args": {"by_data": True}}, {"model": f"{HERE}:Clamped"},
     {"model": f"{HERE}:Renormed"},
-], ids=["in place", "data", "max_norm"])  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", slow_but(WRITES[:1], WRITES, "other ways to write"), ids=str)
 def test_a_weight_that_a_forward_pass_writes_to_is_not_gathered_for_it(ranks, tiny_config, options):
     for line in ranks(2, refused, tiny_config(**SIZES, **options, data_parallel="fsdp")):
         assert "forward pass writes to the weight" in line and "use ddp or zero1" in line
@@ -200,7 +204,7 @@ def test_a_weight_that_a_forward_pass_writes_to_is_not_gathered_for_it(ranks, ti
         check_in_double(ranks, tiny_config, f"dp2,data_parallel={strategy}", SIZES | options)
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", slow_but(["fsdp"], ["zero2", "fsdp"], "weights that stay gathered"))
 def test_a_weight_that_only_some_passes_write_to_ends_the_run_that_would_lose_it(ranks, tiny_config, strategy):
     config = tiny_config(**SIZES, model=f"{HERE}:ClampedLater", data_parallel=strategy)
     for line in ranks(2, fails, config):

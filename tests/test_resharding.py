@@ -1,5 +1,7 @@
 """A checkpoint of any layout continues under any other: one device, DDP, ZeRO-1, FSDP, HSDP, any number of ranks."""
 
+from functools import cache
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -8,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from networks.vit import ViT
-from tests.support.marks import slow_but
+from tests.support.marks import slow_rows_but
 from tools.checkpoint import export, load_weights
 from training.checkpoint import CheckpointFolder
 from training.checkpoint_state import collect_state, restore_state
@@ -106,44 +108,59 @@ def assert_same_weights(path, other):
 
 @pytest.fixture(scope="module")
 def written(ranks, tmp_path_factory):
-    """{(layout, ranks): folder}, in it the checkpoint `saved` and the `end` of the same, uninterrupted run."""
+    """Call with (layout, ranks): a folder with the checkpoint `saved`, and the `end` of the same, uninterrupted run."""
     folder = tmp_path_factory.mktemp("written")
-    paths = {(layout, size): folder / f"{layout}-{size}" for layout, size in WRITTEN}
-    for (layout, size), path in paths.items():
+
+    @cache
+    def path_of(layout, size):
+        path = folder / f"{layout}-{size}"
         ranks(size, write, layout, path)
-    return paths
+        return path
+
+    return path_of
 
 
-QUICK = [("serial", 1), ("fsdp", 2), ("zero1", 4)]
-
-
-@pytest.mark.parametrize("reader", slow_but(QUICK, READ, "other layouts that read every checkpoint"), ids=str)
+@pytest.mark.slow("every layout that reads the checkpoints of every other one")
+@pytest.mark.parametrize("reader", READ, ids=str)
 def test_every_checkpoint_continues_like_the_serial_run(reader, written, ranks, tmp_path):
+    check_continues(reader, WRITTEN, written, ranks, tmp_path)
+
+
+@pytest.mark.parametrize("reader", [("serial", 1), ("fsdp", 2)], ids=str)
+def test_a_checkpoint_of_sharded_state_continues_like_the_serial_run(reader, written, ranks, tmp_path):
+    check_continues(reader, [("zero1", 3), ("fsdp", 4)], written, ranks, tmp_path)
+
+
+def check_continues(reader, writers, written, ranks, folder):
     layout, size = reader
-    ranks(size, resume, layout, list(written.values()), tmp_path)
-    expected = weights(written["serial", 1] / "end")
-    for path in written.values():
-        found = weights(tmp_path / path.name)
+    paths = [written(*writer) for writer in writers]
+    ranks(size, resume, layout, paths, folder)
+    expected = weights(written("serial", 1) / "end")
+    for path in paths:
+        found = weights(folder / path.name)
         differences = {name: (found[name] - value).abs().max().item() for name, value in expected.items()}
         assert max(differences.values()) < 1e-6, (path.name, differences)
 
 
-@pytest.mark.parametrize(("layout", "size"), WRITTEN, ids=str)
+SAME = slow_rows_but([2, 4], WRITTEN, "other layouts")
+
+
+@pytest.mark.parametrize(("layout", "size"), SAME, ids=str)
 def test_under_the_same_layout_training_goes_on_bit_for_bit(layout, size, written, ranks, tmp_path):
-    path = written[layout, size]
+    path = written(layout, size)
     ranks(size, resume, layout, [path], tmp_path)
     assert_same_weights(tmp_path / path.name, path / "end")
 
 
 def test_a_checkpoint_between_validation_and_training_changes_nothing(written, ranks, tmp_path):
     ranks(2, write, "zero2", tmp_path, validate=True)
-    assert_same_weights(tmp_path / "saved", written["zero2", 2] / "saved")
-    assert_same_weights(tmp_path / "end", written["zero2", 2] / "end")
+    assert_same_weights(tmp_path / "saved", written("zero2", 2) / "saved")
+    assert_same_weights(tmp_path / "end", written("zero2", 2) / "end")
 
 
 def test_every_shard_is_stored_once_and_none_is_empty(written):
     fsdp, hsdp, zero1 = (
-        stored_tensors(find(written[key] / "saved")[0]) for key in (("fsdp", 4), ("hsdp", 4), ("zero1", 3))
+        stored_tensors(find(written(*key) / "saved")[0]) for key in (("fsdp", 4), ("hsdp", 4), ("zero1", 3))
     )
     assert [c.sizes[0] for c in sorted(fsdp["model.head.proj.bias"].chunks, key=lambda c: c.offsets)] == [1, 1, 1]
     assert len(fsdp["model.pos_embed.weight"].chunks) == 4 and len(hsdp["model.pos_embed.weight"].chunks) == 2
@@ -153,9 +170,9 @@ def test_every_shard_is_stored_once_and_none_is_empty(written):
 
 
 def test_an_exported_file_holds_the_full_weights(written, tmp_path):
-    export(written["fsdp", 4] / "saved", tmp_path / "model.safetensors")
+    export(written("fsdp", 4) / "saved", tmp_path / "model.safetensors")
     exported = load_file(tmp_path / "model.safetensors")
     run = Run("serial", seed=1)
-    run.load(written["fsdp", 4] / "saved")
+    run.load(written("fsdp", 4) / "saved")
     assert exported.keys() == run.model.state_dict().keys()
     assert all(torch.equal(exported[name], value) for name, value in run.model.state_dict().items())

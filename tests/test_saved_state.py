@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.layout_parity import build, check_chain, check_in_double, train_from, train_steps
+from tests.support.marks import slow_but, slow_rows_but
 from tests.support.refusals import refusal
 from tests.test_training import check_resume, run  # noqa: F401  # a fixture
 from tools.checkpoint import export
@@ -29,7 +30,11 @@ STATEFUL = [
 ]
 
 
-@pytest.mark.parametrize("options", STATEFUL, ids=["state of all kinds", "drawn layers", "fused, channels last"])
+@pytest.mark.parametrize(
+    "options",
+    slow_but(STATEFUL[:1], STATEFUL, "other things that a model keeps"),
+    ids=["state of all kinds", "drawn layers", "fused, channels last"],
+)
 def test_a_stopped_run_continues_bit_for_bit(run, monkeypatch, options):  # noqa: F811
     check_resume(run, monkeypatch, 3, options | {"num_iters": 6, "checkpoint_every": 3})
 
@@ -62,7 +67,9 @@ CHAINS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "layouts"), CHAINS, ids=["buffers", "shared weights"])
+@pytest.mark.parametrize(
+    ("options", "layouts"), slow_rows_but([0], CHAINS, "weights with two names"), ids=["buffers", "shared weights"]
+)
 def test_a_checkpoint_goes_on_under_any_other_layout(ranks, tiny_config, tmp_path, options, layouts):
     check_chain(ranks, tiny_config, layouts, options, tmp_path)
 
@@ -98,7 +105,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", slow_but(["Sparse", "Growing"], REFUSED, "other state that no checkpoint can hold"))
 def test_what_cannot_be_saved_ends_the_run_at_its_beginning(run, tmp_path, name):  # noqa: F811
     with refusal(REFUSED[name]):
         run(model=own(name), checkpoint_every=1000, num_iters=12)
@@ -126,7 +133,7 @@ def test_moments_that_are_made_ahead_are_zero_and_change_no_weight():
         assert all(not value.any() for value in state.values())
 
 
-@pytest.mark.parametrize("layout", ["tp2", "domain2xtp2"])
+@pytest.mark.parametrize("layout", slow_but(["domain2xtp2"], ["tp2", "domain2xtp2"], "tensor parallelism alone"))
 def test_a_weight_that_two_blocks_share_is_split_once(ranks, tiny_config, layout):
     check_in_double(ranks, tiny_config, layout, {"model": own("SharedBlocks"), "img_size": [20, 24]})
 

@@ -1,6 +1,7 @@
 """Rules of ShardTensor against the whole tensors: a table of expressions, each of them split in many ways."""
 
-import numpy as np
+from functools import wraps
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -115,7 +116,8 @@ JOINS = [  # x, y (3, 7, 4), z plain (3, 1, 4)
     "torch.cat([x.sum(1), y.sum(1)])",
     "torch.cat([x.sum(1, keepdim=True), z], 1)", "torch.concat([x.sum(1), x[:, 0]], 1)",
     "torch.cat([z.mean(1), x.sum(1)])",
-    "torch.cat([x, y.flip(1)], 0)", "torch.cat([x[:, 1:], x[:, :1]], 1) * y",
+    "torch.cat([x, y.flip(1)], 0)", "torch.add(input=x, other=y)",
+    "torch.mul(other=z, input=y)", "torch.cat([x[:, 1:], x[:, :1]], 1) * y",
 ]  # fmt: skip
 PRODUCTS = [  # x (3, 7, 4), y (3, 7, 4), z plain (4, 5)
     "torch.cross(x, y, dim=0)", "x.cross(y, dim=-3)", "torch.linalg.cross(x[..., :3], y[..., 1:])",
@@ -179,22 +181,24 @@ COMPOSED = [  # x (3, 7, 4), y (3, 7, 4), z plain (2, 4)
     "layer(mha(), z.expand(3, -1, -1), x, x, need_weights=False)[0]",
     "layer(mha(), x, z.expand(3, -1, -1), z.expand(3, -1, -1), need_weights=False)[0]",
     "layer(mha(), x, x, x, key_padding_mask=torch.arange(21).view(3, 7) % 7 > 4, need_weights=False)[0]",
-    "layer(encoder(), x)", "layer(encoder(norm_first=True), x)", "layer(decoder, x, y)",
-    "layer(decoder, z.expand(3, -1, -1), y)", "layer(transformer, x.transpose(0, 1))",
-    "layer(transformer, x.transpose(0, 1), mask=causal(7))",
+    "layer(encoder(), x)", "layer(encoder(norm_first=True), x)", "layer(decoder(), x, y)",
+    "layer(decoder(), z.expand(3, -1, -1), y)", "layer(transformer(), x.transpose(0, 1))",
+    "layer(transformer(), x.transpose(0, 1), mask=causal(7))",
     "F.scaled_dot_product_attention(x[:, None], z[None, None], z[None, None])",
     "F.scaled_dot_product_attention(z[None], y, y)", "F.scaled_dot_product_attention(x, y, y, is_causal=True)",
     "F.scaled_dot_product_attention(*[x.view(3, 7, 1, 2, 2).transpose(2, 3)] * 3)",
     "F.scaled_dot_product_attention(*[x.view(3, 7, 2, 2, 1).permute(0, 2, 3, 1, 4)] * 3, attn_mask=causal(7))",
     "F.scaled_dot_product_attention(x, y, z.repeat(1, 2)[:1].expand(1, 7, -1))",
-    "F.scaled_dot_product_attention(x[0], y[0], y[0])", "layer(lambda: nn.LSTM(4, 3, 2, batch_first=True), x)[0]",
-    "layer(lambda: nn.GRU(4, 3, bidirectional=True), x)", "layer(lambda: nn.LSTM(4, 4, proj_size=2), x)[1]",
-    "layer(lambda: nn.RNN(4, 3, batch_first=True), x.transpose(0, 1))[0]",
+    "F.scaled_dot_product_attention(x[0], y[0], y[0])", "layer(recurrent(nn.LSTM, 3, 2, batch_first=True), x)[0]",
+    "layer(recurrent(nn.GRU, 3, bidirectional=True), x)", "layer(recurrent(nn.LSTM, 4, proj_size=2), x)[1]",
+    "layer(recurrent(nn.RNN, 3, batch_first=True), x.transpose(0, 1))[0]",
     "F.bilinear(x, y, z.view(2, 4, 1) * torch.arange(4.), z[:, 0])", "F.cosine_similarity(x, y)",
     "F.cosine_similarity(x, y, dim=2)", "F.softmin(x, 1)", "torch.cdist(x, y)", "torch.cdist(x, z.expand(3, -1, -1))",
     "torch.cdist(x, y, p=1)", "x.diff(dim=1)", "torch.diff(x, 2, 0)", "x.diff(dim=1, prepend=y[:, :1])",
     "torch.trapezoid(x, dim=1)", "torch.trapz(x, torch.arange(7.).square(), dim=1)", "torch.trapezoid(x, y, dim=2)",
     "torch.trapezoid(x, dx=0.1)", "torch.rot90(x, 1, (1, 2))", "x.rot90(2, (0, 1))", "x.rot90(-1, (2, 1))",
+    "torch.dist(x, y)", "x.dist(y, 1)", "F.pairwise_distance(x, y, keepdim=True)", "torch.linalg.vecdot(x, y, dim=1)",
+    "torch.fliplr(x)", "x.flipud()",
     "F.prelu(x, z[0, :1])", "torch.prelu(x[:, :, 0], z[0, :1])", "x.index_select(1, torch.tensor([3, 0, 6]))",
     "x[:, [3, 0, 6]]", "x[torch.tensor([0, 2]), torch.tensor([6, 1])]", "x[:, torch.arange(7) % 2 == 0]",
     "x.gather(1, (y.detach().abs() * 2).long() % 7)", "x.gather(1, torch.tensor([[[3]]]).expand(3, 1, 4))",
@@ -220,27 +224,46 @@ def write(x, y, index, value):
     return out * 2
 
 
-def layer(make, x, *args, **keywords):
-    """A layer with weights of a seed, applied to tensors."""
-    torch.manual_seed(0)
-    module = make().double()
+def layer(module, x, *args, **keywords):
+    """A layer applied to tensors: a call, that an expression can hold."""
     return module(x, *args, **keywords)
 
 
+def built(make):
+    """A function that builds a layer with weights of a seed. Compiled code calls the layer, and does not build it."""
+
+    @wraps(make)
+    def build(*args, **options):
+        torch.manual_seed(0)
+        return make(*args, **options).double()
+
+    build.is_constant = True
+    return build
+
+
+@built
 def mha(**options):
-    return lambda: nn.MultiheadAttention(4, 2, batch_first=True, **options)
+    return nn.MultiheadAttention(4, 2, batch_first=True, **options)
 
 
+@built
 def encoder(**options):
-    return lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True, **options)
+    return nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True, **options)
 
 
+@built
 def decoder():
     return nn.TransformerDecoderLayer(4, 2, 8, 0.0, batch_first=True)
 
 
+@built
 def transformer():
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, 0.0), 2, enable_nested_tensor=False)
+
+
+@built
+def recurrent(kind, *sizes, **options):
+    return kind(4, *sizes, **options)
 
 
 def causal(n):
@@ -257,10 +280,17 @@ def zeroed(x, mask):
     return out * x
 
 
+class Index:
+    """Of which at[1:, 2] is the index (slice(1, None), 2)."""
+
+    def __getitem__(self, index):
+        return index
+
+
 NAMES = {
-    function.__name__: function
-    for function in (write, layer, mha, encoder, decoder, transformer, causal, scattered, zeroed)
-} | {"at": np.s_}
+    "write": write, "layer": layer, "mha": mha, "encoder": encoder, "decoder": decoder, "transformer": transformer,
+    "recurrent": recurrent, "causal": causal, "scattered": scattered, "zeroed": zeroed, "at": Index(),
+}  # fmt: skip
 
 
 def layouts(ranks):

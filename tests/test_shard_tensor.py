@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from distributed.shard.plans import MOST_PLANS
 from distributed.shard.spec import Spec, as_mesh, part_of, spec_of
 from distributed.shard_tensor import ShardTensor, local, scatter_tensor
 from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, split
@@ -267,3 +268,53 @@ def test_dropout_is_the_same_on_copies_and_different_on_parts(ranks, splits):
         assert torch.equal(y, results[0][0]) and torch.equal(z, results[0][2])
         assert torch.equal(grad, y)
     assert not torch.equal(kept[:, :32], kept[:, 33:])
+
+
+def of_a_number(x, n):
+    """Operations whose plan depends on a number that is given as a tensor."""
+    t = torch.tensor(n)
+    return [x[t:], x[..., :t], x.narrow(1, t, 1), *x.tensor_split(torch.tensor([n, 2]), 2), x.sum(1)[None, t], x[t]]
+
+
+def tensors_in(key):
+    return [x for x in key if isinstance(x, torch.Tensor) or (isinstance(x, tuple) and tensors_in(x))]
+
+
+def planned_twice():
+    """Plans are kept for equal arguments, within a bound; what depends on the values of a tensor is not."""
+    mesh, full = domain_mesh(), draw((3, 7, 4), torch.float32, 1).detach()
+    x = split(full, X((3, 7, 4), (1,)), mesh)
+    for n in (0, 1, 2):
+        for found, expected in zip(of_a_number(x, n), of_a_number(full, n), strict=True):
+            torch.testing.assert_close(found.full_tensor(), expected)
+    known = len(x.spec.plans)
+    first, second = x[:, 2:], x[:, 2:]
+    assert len(x.spec.plans) == known + 1 and first.spec is second.spec
+    assert x[:, 2:-1].spec is not first.spec
+    with pytest.raises(NotImplementedError):
+        x[True]  # although x[1] has a plan
+    for i in range(MOST_PLANS + 9):
+        x[:, : i + 8]
+    assert len(x.spec.plans) <= MOST_PLANS
+    assert not any(map(tensors_in, x.spec.plans))
+
+
+def weights_of_copies():
+    """A weight that needs no gradient comes first: the plan of one that does is another."""
+    mesh = domain_mesh((2, 2))
+    x = split(draw((3, 7, 4), torch.float32, 1).detach(), X((3, 7, 4), (1,)), mesh)
+    gradients = []
+    for operation in (torch.mul, torch.matmul, F.linear):
+        operation(x, torch.ones(4, 4) if operation is not torch.mul else torch.ones(4))
+        weight = torch.ones(4, 4) if operation is not torch.mul else torch.ones(4)
+        operation(x, weight.requires_grad_()).sum().backward()
+        dist.all_reduce(weight.grad)
+        gradients.append(weight.grad.sum().item() / weight.numel())
+    total = x.full_tensor().sum().item() / 4
+    return gradients, [total, total, total]
+
+
+def test_what_a_rank_does_is_planned_once_and_never_by_values(ranks):
+    ranks(2, planned_twice)
+    for found, expected in ranks(4, weights_of_copies):
+        assert found == pytest.approx(expected, 1e-4)

@@ -3,12 +3,14 @@
 The page to play with shows what the planner says, to those who use a keyboard and a narrow screen too.
 """
 
+import ast
+import difflib
 import json
-import os
 import re
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,12 +18,17 @@ import pytest
 
 from docs import explorer_data
 from docs.drawings.__main__ import DRAWINGS, FOLDER, NARROW, drawings
+from docs.narrow import fit_narrow
 from docs.site_hooks import MOVING
+from docs.site_links import lost_links
 from docs.typeset import INLINE, draw_formula
 from tests.support.browser import MISPLACED, open_chromium
+from tools.planner.hardware import load_gpu
+from tools.planner.plan import plan_layout
+from tools.planner.textbook import textbook_traces
 from utils.config import SCRIPTS, load_config
 
-pytestmark = pytest.mark.timeout(900)  # the first test builds the site, and counts the layouts of its page
+pytestmark = pytest.mark.timeout(900)  # the first test builds the site
 
 ROOT = Path(__file__).parents[1]
 LESSONS = ["one_device", "data_parallel", "model_parallel", "domain_parallel"]
@@ -37,6 +44,28 @@ def words(page):
 def test_readme_is_read_in_a_minute_and_has_no_marks_of_programs():
     assert words(ROOT / "README.md") <= 1300
     assert "<!--" not in (ROOT / "README.md").read_text()
+
+
+def test_what_readme_says_of_the_ladders_lines_is_so():
+    """Lines of code that are new and that are gone, from rung to rung, without docstrings."""
+    codes = [
+        ast.unparse(without_docstring(ROOT / name)).splitlines()
+        for name in ("train.py", "train_mp.py", "train_shard.py")
+    ]
+    counts = []
+    for before, after in pairwise(codes):
+        changed = [line[0] for line in difflib.ndiff(before, after) if line[0] in "+-"]
+        counts.append((changed.count("+"), changed.count("-")))
+    assert counts == [(4, 2), (3, 3)]
+    assert (
+        "two lines more and two changed, and `train_shard.py` changes three lines" in (ROOT / "README.md").read_text()
+    )
+
+
+def without_docstring(file):
+    tree = ast.parse(file.read_text())
+    del tree.body[0]
+    return tree
 
 
 @pytest.mark.parametrize("name", LESSONS)
@@ -105,11 +134,10 @@ def test_drawings_are_those_of_their_code_and_each_is_shown():
 def site(tmp_path_factory):
     """The site, built as `make site` builds it: a warning of a lost link or anchor is an error."""
     pytest.importorskip("mkdocs", reason="pip install -r requirements/site.txt")
-    folder = tmp_path_factory.mktemp("site")
+    folder = tmp_path_factory.mktemp("site").resolve()
     line = re.search(r"^site:.*\n\t(.*mkdocs build.*)$", (ROOT / "Makefile").read_text(), re.M)[1]
     build = ["bash", "-c", line.replace("$(PY)", sys.executable) + f" --site-dir {folder}"]
-    small = {**os.environ, "EXPLORER_GPUS": "8"}
-    done = subprocess.run(build, cwd=ROOT, env=small, capture_output=True, text=True)
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -134,6 +162,10 @@ def test_the_site_holds_every_page_and_needs_nothing_from_elsewhere(site):
         words_of_page = re.sub(r"<(code|script|style|svg)\b.*?</\1>", "", page.read_text(), flags=re.S)
         assert "code/" in str(page) or not re.search(r"\$[^$\s<][^$<]*\$", words_of_page), f"{page}: a raw formula"
     assert "Run it on Slurm</label>" in lesson  # a tab
+    assert "does each of four ranks hold under\n<code>ddp</code>?</summary>" in lesson
+    for page in pages:
+        summaries = re.findall("<summary>(.*?)</summary>", page.read_text(), re.S)
+        assert "code/" in str(page) or not [each for each in summaries if "`" in each], page
     assert 'href="code/distributed/data_parallel.py.html"' in lesson
     assert len(re.findall(r'<abbr title="[^"]+" tabindex="?0"?>all-reduce', lesson)) == 1
     assert "<abbr" not in (site / "glossary.html").read_text()
@@ -141,14 +173,71 @@ def test_the_site_holds_every_page_and_needs_nothing_from_elsewhere(site):
     assert (
         home.index("Train one model") < home.index(".webp") < home.index('href="explorer.html">Try') < home.index("<h2")
     )
+    sizes = {file: file.stat().st_size for file in site.rglob("*") if file.is_file()}
+    assert sum(sizes.values()) <= 16e6
+    for page in pages:
+        needed = re.findall(r'<(?:script|link|img|source)\b[^>]*?\b(?:src|href)="([^"#:]+)"', page.read_text())
+        loaded = {(page.parent / path).resolve() for path in needed} & sizes.keys()
+        assert sizes[page] + sum(sizes[file] for file in loaded) <= 3e6, page
     found = json.loads((site / "search/search_index.json").read_text())["docs"]
     assert found and not [entry["location"] for entry in found if entry["location"].startswith("code/")]
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path):
+    """And it is an error of a strict build, since that counts the warnings of the hook."""
+    (tmp_path / "b.html").write_text('<h2 id="here">x</h2>')
+    (tmp_path / "404.html").write_text('<a href="/nowhere.html">x</a>')
+    page = tmp_path / "a.html"
+    page.write_text('<a href="b.html#here">x</a><a href="#tp=2">x</a><a href="https://x.org/y">x</a><img src="b.html">')
+    assert lost_links(tmp_path) == []
+    page.write_text('<a href="b.html#there">x</a><a href="#here">x</a><script src="c.js">"<a href=\'d\'>"</script>')
+    assert [line.split(" ")[3] for line in lost_links(tmp_path)] == ["#here", "b.html#there", "c.js"]
+    build = re.search(r"mkdocs build.*", (ROOT / "Makefile").read_text())[0]
+    assert "--strict" in build and "--quiet" not in build  # which counts no warnings
+
+
+def test_words_of_code_stay_whole_and_cells_of_words_have_room():
+    content = "<pre><code>a -b</code></pre><code>train.py --a_b=1 c</code><td>short</td><td>" + "word " * 9 + "</td>"
+    made = fit_narrow(content, ROOT / "docs")
+    assert made.startswith("<pre><code>a -b</code></pre>")
+    assert '<code>train.py <span class="whole">--a_b=1</span> c</code><td>short</td><td class="words">' in made
+    block = '<div class="highlight"><pre><code>{}<span class="w"> </span>--num_iters 2</code></pre></div>'
+    broken = fit_narrow(block.format("torchrun"), ROOT / "docs")
+    assert broken.startswith('<div class="highlight commands">')
+    assert '</span><span class="whole">--num_iters</span> 2' in broken
+    assert fit_narrow(block.format("x = 1"), ROOT / "docs") == block.format("x = 1")
+    plot = '<p><img alt="of it" src="images/memory_quick_cpu.png" /></p>'
+    assert 'style="--least: 960px"' in fit_narrow(plot, ROOT / "docs")
+
+
+@pytest.mark.slow("a browser takes seconds to start")
+def test_a_link_to_a_tab_shows_it(site, browser):
+    page = browser.new_page()
+    page.goto(f"file://{site}/launch.html")
+    page.locator("a[href='scaling.html#run-it-on-slurm']").click()
+    page.wait_for_url("**/scaling.html#*")
+    assert page.locator("#run-it-on-slurm").locator("xpath=ancestor::div[1]").is_visible()
 
 
 @pytest.fixture(scope="module")
 def browser():
     with open_chromium() as opened:
         yield opened
+
+
+# Words of code that are broken, columns of words that hold a letter a line, plots whose type is too small on a phone,
+# and buttons over code.
+NOT_READ = """[...document.querySelectorAll(".md-typeset .whole, .md-typeset th code")]
+    .filter(each => each.getClientRects().length > 1).map(each => each.textContent)
+    .concat([...document.querySelectorAll("td.words")].filter(each => each.clientWidth < 80)
+        .map(each => each.textContent))
+    .concat([...document.querySelectorAll(".plot img")]
+        .filter(each => innerWidth < 700 && each.clientWidth < 0.79 * each.naturalWidth).map(each => each.src))
+    .concat([...document.querySelectorAll(".commands code")].filter(each => each.scrollWidth > each.clientWidth + 1)
+        .map(each => each.textContent))
+    .concat([...document.querySelectorAll(".highlight > pre")].filter(each => each.querySelector(".md-code__nav")
+        && each.querySelector("code").getBoundingClientRect().right
+            > each.querySelector(".md-code__nav").getBoundingClientRect().left).map(each => each.textContent))"""
 
 
 @pytest.mark.slow("a browser takes seconds to start")
@@ -165,6 +254,7 @@ def test_pages_fit_on_wide_and_narrow_screens(site, browser, tmp_path_factory):
             assert page.evaluate("document.documentElement.scrollWidth") <= width, name
             broken = "[...document.images].filter(each => each.complete && !each.naturalWidth).map(each => each.src)"
             assert page.evaluate(broken) == []
+            assert page.evaluate(NOT_READ) == [], (name, width)
         assert not [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
     assert len(list(pictures.iterdir())) == 12
 
@@ -236,8 +326,9 @@ def test_a_trace_is_zoomed_by_keyboard_and_asks_which_message_is_exposed(site, b
 def test_the_address_keeps_a_layout_and_the_list_names_some(site, browser):
     page = browser.new_page(viewport={"width": 1300, "height": 900})
     page.goto(f"file://{site}/explorer.html")
-    for name, value in (("gpu", "h100"), ("n", "4"), ("tp", "2")):
-        page.select_option(f"[name={name}]", value)
+    page.select_option("[name=gpu]", "h100")
+    number_of_gpus(page, 4)
+    page.select_option("[name=tp]", "2")
     verdict, line = page.inner_text("#verdict"), page.inner_text("#line")
     address = page.url
     assert "gpu=h100&" in address and "&n=4&" in address and "&tp=2&" in address
@@ -267,6 +358,11 @@ def test_no_words_of_a_drawing_leave_their_box_or_touch_others(browser):
         assert page.evaluate(f"({MISPLACED})(document.documentElement)") == [], file.name
 
 
+def number_of_gpus(page, count):
+    page.fill("[name=n]", str(count))
+    page.press("[name=n]", "Tab")
+
+
 SPLIT_BY_MP = SCRIPTS["train_mp.py"].splits
 CUT_OFF = """[...document.querySelectorAll("#explorer table, #explorer form, #ranks")]
     .filter(each => each.getBoundingClientRect().right > innerWidth || each.scrollWidth > each.clientWidth + 1)
@@ -278,10 +374,10 @@ def test_where_colours_run_out_the_partners_of_a_rank_are_named(site, browser):
     page = browser.new_page(viewport={"width": 400, "height": 900})
     page.goto(f"file://{site}/explorer.html")
     assert page.inner_text("#repeated") == ""
-    row = [1024, 8, 1, 1, "1x1", 1, 128, "ddp", 1, "none", [1, 1, 1, 1, 1, 1], 9, 1, []]
-    page.evaluate("row => { for (const rows of Object.values(LAYOUTS.rows)) rows.push(row) }", row)
     page.select_option("[name=batch]", "256 samples")
-    page.select_option("[name=n]", "1024")
+    number_of_gpus(page, 1024)
+    for name, value in (("tp", "8"), ("domain", "1x1")):
+        page.select_option(f"[name={name}]", value)
     page.click("#by button:text('tp')")
     page.click("[data-rank='9']")
     assert page.locator("[role=gridcell]").count() == 1024 and page.locator(".mine").count() == 8
@@ -298,11 +394,9 @@ def test_the_page_to_play_with_answers_to_pointer_and_keyboard(site, browser):
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(f"file://{site}/explorer.html")
-    held = (site / "explorer/layouts.js").read_text()
-    layouts = json.loads(held.removeprefix("const LAYOUTS = ").removesuffix(";\n"))
     assert page.locator("[role=gridcell]").count() == 8
 
-    page.select_option("[name=n]", "4")
+    number_of_gpus(page, 4)
     page.click("[name=keep]")
     page.select_option("[name=tp]", "2")
     beside = page.locator("#beside .differs", has_text="layout").inner_text()
@@ -314,21 +408,21 @@ def test_the_page_to_play_with_answers_to_pointer_and_keyboard(site, browser):
     assert page.evaluate("document.activeElement.dataset.rank") == "1"
     assert page.locator("[name=domain] option[value='2x1']").is_disabled() is False
     page.select_option("[name=cp]", "2")
-    assert page.locator("[name=domain] option[value='2x1']").is_disabled()  # goes not with context parallelism
+    refused = page.locator("[name=domain] option[value='2x1']")
+    reason = "4 ranks cannot be split as tp 2 x cp 2 x domain 2 x dp: 4 is not a multiple of 8"
+    assert refused.is_disabled() and refused.get_attribute("title") == reason
+    page.click("summary:text('Why some choices are grey')")
+    assert f"domain 2x1: {reason}" in page.inner_text("#why")
 
     command = page.inner_text("#line").split(" ", 3)
     assert command[0] == "torchrun" and command[2] == "train_mp.py"
     config = load_config(shlex.split(command[3]), world_size=4, splits=SPLIT_BY_MP)
     assert (config.tensor_parallel, config.context_parallel, config.embed_dim) == (2, 2, 1024)
-    row = next(
-        row
-        for row in layouts["rows"][
-            "|".join(["a100-40gb", *(page.input_value(f"[name={name}]") for name in ("model", "image", "batch"))])
-        ]
-        if row[:10] == [4, 2, 2, 1, "1x1", 1, 1, page.input_value("[name=strategy]"), 1, "none"]
-    )
-    assert f"{row[12]:,.1f} ms" in page.inner_text("#verdict")
-    assert f"{row[10][0] / 1024:.2f}".rstrip("0") in page.inner_text("#held")
+    gpu = load_gpu("a100-40gb")
+    layout = config.layout(4, gpu.gpus_per_node)
+    plan = plan_layout(config, layout, gpu, textbook_traces(config, layout))
+    assert f"about {1e3 * plan.time.seconds:.3g} ms, give or take 35 %" in page.inner_text("#verdict")
+    assert f"{plan.memory['parameters'] / 2**30:.2f}".rstrip("0") in page.inner_text("#held")
 
     page.select_option("[name=parts]", "4")
     page.select_option("[name=again]", "full")
@@ -339,13 +433,19 @@ def test_the_page_to_play_with_answers_to_pointer_and_keyboard(site, browser):
     assert page.evaluate(CUT_OFF) == []
 
     page.select_option("[name=model]", list(explorer_data.MODELS)[-1])  # the largest model on one GPU
-    page.select_option("[name=n]", "1")
+    number_of_gpus(page, 1)
     page.select_option("[name=again]", "none")
     assert re.match(r"Nothing fits; this layout needs [\d.]+ of 39\.4 GiB\.", page.inner_text("#verdict"))
     page.click("[name=best]")
     assert re.match(r"Nothing fits; this layout needs least: [\d.]+ of 39\.4 GiB\.", page.inner_text("#verdict"))
-    page.select_option("[name=n]", "8")
+    number_of_gpus(page, 24)  # that divide, where their product with the others does
+    page.select_option("[name=tp]", "8")
     page.click("[name=best]")
     assert page.inner_text("#verdict").startswith(("It fits", "It just fits"))
+    number_of_gpus(page, 37)
+    assert page.inner_text("#verdict").startswith("No layout: global_batch_size 256 cannot be shared by 37 ranks")
+    assert not page.locator("#ranks").is_visible()
+    number_of_gpus(page, 8)
+    assert page.locator("#ranks").is_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
     assert errors == []

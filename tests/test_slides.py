@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from docs.slides.deck import HERE, deck_as_html, read_deck
-from docs.slides.pages import paragraph_of, read_sections
+from docs.slides.pages import paragraph_of, read_sections, title_of_exercise, without_pointers
 from tests.support.browser import open_chromium
 from tools.course.timetable import PAGE, minutes_of
 from utils.errors import UsageError
+from utils.yaml_files import parse_yaml
 
 ROOT = Path(__file__).parents[1]
 PLANS = sorted(HERE.glob("*.yml"))
@@ -59,6 +60,22 @@ def test_each_slide_has_notes_and_minutes_that_add_up_to_the_timetable(plan):
     assert "data:image/svg+xml" in text and "prefers-color-scheme" not in text
 
 
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.stem)
+def test_a_slide_holds_no_debris_of_its_page_and_the_exercises_of_the_timetable(plan):
+    """No lead whose table is elsewhere, and no sentence that was only a link."""
+    deck = read_deck(plan)
+    for slide in deck.slides:
+        last = re.sub("<.*?>", "", slide.body.strip().splitlines()[-1]).strip()
+        assert not last.endswith(":"), (plan.name, slide.title)
+        words = re.sub(r"<(pre|table|div|strong)\b.*?</\1>|<.*?>", "", slide.body, flags=re.S)
+        short = [each for each in re.split(r"(?<=[.?!:])\s+", words) if 0 < len(each.split()) < 3]
+        assert not [each for each in short if each[0].isupper() and each.endswith(".")], (plan.name, slide.title)
+        assert "()" not in words and "Predict first" not in slide.body
+    (row,) = re.findall(rf"^\| \d+:\d\d \| \d+ \| \[[^|]+\]\({deck.page}\).*$", PAGE.read_text(), re.M)
+    (shown,) = [entry["exercises"] for entry in parse_yaml(plan.read_text())["slides"] if "exercises" in entry]
+    assert [str(number) for number in shown] == re.findall(r"exercise (\d+)", row)
+
+
 def test_there_are_decks_of_all_rungs_and_the_timetable_has_no_gap():
     pages = {read_deck(plan).page for plan in PLANS}
     assert {"one_device.md", "data_parallel.md", "model_parallel.md", "domain_parallel.md"} < pages
@@ -92,6 +109,10 @@ def test_words_of_slides_are_those_of_the_lesson(tmp_path):
     for wanted in ("table 2", "picture ring", "text 1", "video 1"):
         with pytest.raises(UsageError, match=f"section 'The idea' has no '{wanted}'"):
             idea.find(wanted)
+    pointed = "It costs ([more](x.md)). [More costs](y.md). It is done ([Li 2020](https://z))."
+    assert without_pointers(pointed) == "It costs. It is done ([Li 2020](https://z))."
+    with pytest.raises(UsageError, match="no exercise 99"):
+        title_of_exercise(99)
     with pytest.raises(UsageError, match="no such sentences"):
         sections["a-lesson"].find("text 1/4-5")
     with pytest.raises(UsageError, match="no paragraph"):

@@ -326,9 +326,37 @@ def test_two_nodes_share_the_images_of_a_forecast(cluster, tiny_options, tmp_pat
     assert (tmp_path / "logs/quick/00/forecast/z500.webp").is_file()
 
 
+@pytest.mark.slow("Slurm loses a node of a job that outlives it")
+@pytest.mark.nightly
+def test_a_run_goes_on_on_fewer_nodes_in_its_job_and_in_another_one(cluster, tiny_options, tmp_path):
+    """The node stays lost, so this and what follows are the last tests."""
+    often = {"num_iters": 2500, "validate_every": 10_000, "checkpoint_every": 100, "elastic": True}
+    words = tiny_options(run_num="fewer", **often)
+
+    def submit(*options):
+        job = cluster.submit("submit_dp.sh", *words, options=[*options, "--ntasks-per-node=1"])
+        cluster.until(job, "Saved checkpoint")
+        return job
+
+    job = submit("--no-kill", "-N", "3")
+    assert "2 of 3 ranks share the batch, 1 wait" in cluster.output(job)
+    *_, lost = cluster.run("scontrol", "show", "hostnames", cluster.field(job, "NodeList")).split()
+    cluster.lose_node(lost, job)
+    cluster.until(job, "a node was lost: going on with 2 node(s) x 1 task(s)")
+    cluster.until(job, "Resuming at iteration")
+    assert "Restarts=0" in cluster.run("scontrol", "show", "job", job)
+    cluster.run("scancel", job)
+    cluster.until(job, "Stopped after saving")
+    job = submit("-N", "1")
+    assert cluster.end(job) == ("COMPLETED", 0), cluster.output(job)
+    assert "Resuming at iteration" in cluster.output(job) and summary(tmp_path, "fewer")["world_size"] == 1
+    train.main(["--yaml_config=config/ViT.yaml", *tiny_options(run_num="whole", **often)])
+    assert losses(tmp_path, "fewer") == pytest.approx(losses(tmp_path, "whole"), rel=1e-3)
+
+
 @pytest.mark.slow("Slurm notices a lost node and gives the run another one")
 def test_a_run_that_loses_a_node_goes_on_on_others(cluster, tiny_options, tmp_path):
-    """The last test: the node stays lost."""
+    """One of the last tests: the node stays lost."""
 
     def submit(run_num):
         words = tiny_options(run_num=run_num, num_iters=1000, validate_every=1000, checkpoint_every=100)

@@ -5,6 +5,7 @@ import logging
 import pickle
 import shutil
 import threading
+import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -15,7 +16,7 @@ import pytest
 from tests.support import era5_examples, programs
 from tests.support.launch import losses, summary
 from tests.support.refusals import refusal
-from tests.support.web_server import serving
+from tests.support.web_server import BAD_ANSWERS, serving
 from tests.test_data_loader import CPU, read_all
 from tests.test_data_loader_dali import assert_same_batches, needs_dali
 from tests.test_zarr_years import FRAME
@@ -29,6 +30,7 @@ from weather.store_path import data_path
 from weather.year_reader import year_paths
 
 zarr = pytest.importorskip("zarr", reason="pip install -r requirements/era5.txt")
+numcodecs = pytest.importorskip("numcodecs", reason="pip install -r requirements/era5.txt")
 fsspec = pytest.importorskip("fsspec", reason="pip install -r requirements/era5.txt")
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have a Zarr V3 specification")
 QUICKLY = RemoteOptions(retry_seconds=1)
@@ -238,6 +240,88 @@ def test_an_answer_that_never_comes_is_not_waited_for(server, monkeypatch):
     dataset = FieldDataset(f"{server.address}/all.zarr#1979-1980", 20, (16, 32), remote=QUICKLY)
     with server.lock, pytest.raises(ConnectionLostError):
         read_all(dataset)
+
+
+STORED = {
+    "as it is": {"compressors": None},
+    "blosc": {"compressors": zarr.codecs.BloscCodec()},
+    "shards without checksum": {"shards": (8, 20, 16, 32), "compressors": None},
+    "by zarr": {"filters": [zarr.codecs.TransposeCodec(order=(0, 1, 3, 2))]},
+    "by zarr, format 2": {"zarr_format": 2, "filters": [numcodecs.Delta("f4")], "compressors": None},
+    "shards by zarr": {"shards": (8, 20, 16, 32), "filters": [zarr.codecs.TransposeCodec(order=(0, 1, 3, 2))]},
+}
+
+
+@pytest.fixture(scope="session")
+def stored_in_all_ways(sample_folder, tmp_path_factory):
+    """A folder with a store of a year for each of STORED, and one in the names of others."""
+    folder = tmp_path_factory.mktemp("answers")
+    with h5py.File(sample_folder / "train/1979.h5", locking=False) as file:
+        fields, time, names = file["fields"][:], file["time"][:], file["channel"].asstr()[:].astype("U8")
+    for name, options in STORED.items():
+        options = dict(options)
+        version = options.pop("zarr_format", 3)
+        group = zarr.open_group(folder / name, mode="w", zarr_format=version)
+        array = group.create_array("fields", shape=fields.shape, dtype="f4", chunks=FRAME, **options)
+        array[:] = fields
+        group.create_array("channel", data=names)
+        group.create_array("time", data=time).attrs["units"] = "hours since 1970-01-01"
+    forget_checksum(folder / "shards without checksum/fields")
+    era5_examples.save_zarr(era5_examples.build(True, hours=3), folder / "others")
+    return folder
+
+
+def forget_checksum(array):
+    """Write the shards of an array anew, with an index that has no checksum."""
+    document = json.loads((array / "zarr.json").read_text())
+    document["codecs"][0]["configuration"]["index_codecs"] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    values = zarr.open_array(array)[:]
+    (array / "zarr.json").write_text(json.dumps(document))
+    zarr.open_array(array, mode="r+")[:] = values
+
+
+@pytest.mark.parametrize("way", [*STORED, "others"])
+def test_a_bad_answer_is_asked_for_again_and_never_kept(stored_in_all_ways, tmp_path, monkeypatch, way):
+    """Of metadata, coordinates and fields, whoever decodes them."""
+    monkeypatch.setattr(remote_store, "FIRST_PAUSE", 0.001)
+    size = (8, 16) if way == "others" else (16, 32)
+    year = "#1979" if way == "others" else ""
+    expected = read_all(FieldDataset(f"{stored_in_all_ways / way}{year}", 20, size))
+    options = RemoteOptions(str(tmp_path / "cache"), 1)
+    with serving(stored_in_all_ways) as server:
+        server.bad = list(BAD_ANSWERS)
+        address = f"{server.address}/{urllib.parse.quote(way)}{year}"
+        np.testing.assert_array_equal(read_all(FieldDataset(address, 20, size, remote=options)), expected)
+        assert server.answered_badly
+        asked = len(server.asked)
+        np.testing.assert_array_equal(read_all(FieldDataset(address, 20, size, remote=options)), expected)
+        assert len(server.asked) == asked, "all of it is in the cache"
+
+
+def test_bad_answers_for_good_are_a_lost_line_that_names_the_chunk_and_both_lengths(stored_in_all_ways, tmp_path):
+    options = RemoteOptions(str(tmp_path / "cache"), 1, retry_seconds=1)
+    with serving(stored_in_all_ways) as server:
+        address = f"{server.address}/as%20it%20is"
+        dataset = FieldDataset(address, 20, (16, 32), remote=options)
+        server.bad = ["page"] * 1000
+        lost, what = r": no good answer for 1 s \(bad answer: ", "has 40 bytes, which are no chunk of 40960: "
+        with pytest.raises(ConnectionLostError, match=f"lost at fields/c/0/0/0/0{lost}chunk 0.0.0.0 .*{what}.*sign in"):
+            read_all(dataset)
+        with pytest.raises(ConnectionLostError, match=f"lost at .*zarr.json{lost}.*sign in.*; repeat the command"):
+            FieldDataset(address, 20, (16, 32), remote=options)
+        server.bad = ()
+        read_all(dataset)
+
+
+def test_a_page_that_is_in_the_cache_is_fetched_again(server, sample_folder, tmp_path):
+    options = RemoteOptions(str(tmp_path / "cache"), 1)
+    dataset = FieldDataset(f"{server.address}/all.zarr#1979-1980", 20, (16, 32), remote=options)
+    objects = dataset.files[0].chunks.source
+    for frame in range(40):
+        objects.cache.put(f"{server.address}/all.zarr/fields/c/{frame}/0/0/0 0 None", b"<html>")
+    theirs = FieldDataset(sample_folder / "train", 20, (16, 32))
+    np.testing.assert_array_equal(read_all(dataset), read_all(theirs))
+    assert len(server.asked) == 40
 
 
 def test_shards_are_read_from_a_server_that_knows_no_ranges(sample_folder, tmp_path):

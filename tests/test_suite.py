@@ -1,6 +1,7 @@
 """The tests as people run them, and the programs that they fork instead of starting."""
 
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -28,9 +29,7 @@ from utils.device import select_device
     ],
 )
 def test_make_passes_files_and_arguments_on(words, command):
-    # Those of a make around this one go.
-    around = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "FILES", "PYTEST_ARGS", "WORKERS", "COVERAGE")
-    env = {name: value for name, value in os.environ.items() if name not in around}
+    env = launch.without_make("FILES", "PYTEST_ARGS", "WORKERS", "COVERAGE")
     said = subprocess.run(["make", "-n", *words], capture_output=True, text=True, check=True, env=env).stdout
     assert " ".join(said.splitlines()[-1].split()).endswith(f"python -m pytest {command}")
 
@@ -107,3 +106,35 @@ def test_the_server_of_programs_ends_with_the_tests():
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     servers = [psutil.Process(int(pid)) for pid in said.split() if psutil.pid_exists(int(pid))]
     assert said.strip() and not psutil.wait_procs(servers, 20)[1]
+
+
+def test_what_a_session_leaves_in_the_temporary_folder_fails_it(tmp_path):
+    (tmp_path / "test_tidy.py").write_text("def test_tidy(tmp_path):\n    (tmp_path / 'kept').touch()\n")
+    (tmp_path / "test_litter.py").write_text(
+        "import tempfile\n\n\ndef test_litter():\n    tempfile.mkdtemp(prefix='litter-')\n"
+    )
+    (tmp_path / "conftest.py").write_text(
+        "from tests.support import temporary\n\ntemporary.PATIENCE_SECONDS = 0\nfrom tests.conftest import *\n"
+    )
+    kept = ("VIT_ERA5_TESTS", "TMPDIR", "PYTEST_XDIST_WORKER", "PYTEST_DEBUG_TEMPROOT")
+    env = {name: value for name, value in os.environ.items() if name not in kept}
+    root = str(pathlib.Path(__file__).parents[1])
+    statuses = {}
+    for name in ("tidy", "litter"):
+        env |= {"TMPDIR": str(tmp_path), "PYTHONPATH": root}
+        words = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-n",
+            "0",
+            "-p",
+            "no:cacheprovider",
+            f"{tmp_path}/test_{name}.py",
+        ]
+        done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True)
+        statuses[name] = done.returncode
+        assert not list(tmp_path.glob("t-*")), done.stdout
+    assert statuses == {"tidy": 0, "litter": 1}
+    assert "left in the temporary folder: litter-" in done.stdout

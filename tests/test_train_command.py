@@ -1,5 +1,6 @@
 """train.py as a user runs it: exit status, one line for bad input, signals."""
 
+import errno
 import random
 import shutil
 import signal
@@ -13,6 +14,7 @@ import train
 from tests.support import programs
 from tests.support.launch import losses, wait_for
 from tests.support.refusals import refusal
+from training import checkpoint_files
 from weather import year_files
 
 
@@ -115,7 +117,8 @@ def test_keys_of_forecasts_are_refused_by_other_tasks(refused, keys):
 def test_weights_to_begin_with_that_do_not_fit_are_refused(refused, tmp_path, tiny_options):
     train.main(tiny_options(num_iters=2, warmup=0, expdir=tmp_path / "other"))
     other = tmp_path / "other/quick/00"
-    refused("was trained with depth 2, not 1", init_from=other, depth=1)
+    refused("was trained with depth 2, not 1: give --depth=2, or other weights", init_from=other, depth=1)
+    refused(r"img_size \[16, 32\], not \[16, 16\]: give --img_size 16 32, or", init_from=other, img_size=[16, 16])
     refused(r"was trained with forcings \[\], not \['hour'\]", init_from=other, forcings="hour")
     refused("nowhere: no such folder", init_from="nowhere")
     (tmp_path / "empty").mkdir()
@@ -145,8 +148,10 @@ def test_a_log_folder_that_cannot_be_written_is_refused(tiny_options, tmp_path):
 def test_a_run_of_other_settings_is_left_alone(refused, tiny_options, tmp_path):
     train.main(tiny_options(num_iters=2, warmup=0))
     before = (tmp_path / "logs/quick/00/summary.json").read_text()
-    line = r"holds a run of other settings: depth \(2 there, 1 now\), lr \(0.001 there, 0.5 now\); choose another"
+    line = r"run of other settings: depth \(2 there, 1 now\), lr \(0.001 there, 0.5 now\); choose another --run_num$"
     refused(line, leaves_run=True, num_iters=2, warmup=0, depth=1, lr=0.5)
+    line = r"optimizer \(Adam there, Muon now\); choose another --run_num, and --init_from \S+/quick/00 to begin with"
+    refused(line, leaves_run=True, num_iters=2, warmup=0, optimizer="Muon")
     assert (tmp_path / "logs/quick/00/summary.json").read_text() == before
 
 
@@ -163,3 +168,30 @@ def test_the_second_of_two_runs_in_one_folder_is_refused_and_the_first_goes_on(t
     assert finish(first)[0] == 75
     status, _, err = finish(start(tiny_options(num_iters=3000, run_num="shared", lr=0.5)))
     assert status == 2 and "holds a run of other settings" in err  # and nobody owns it
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        ((errno.ENOSPC, "No space left on device"), r"make room on its disk \(--keep_checkpoints, now 2\)"),
+        ((errno.EDQUOT, "Disk quota exceeded"), r"make room on its disk \(--keep_checkpoints, now 2\)"),
+        ((errno.EROFS, "Read-only file system"), "see that it can be written"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_written_is_told_soon_with_what_is_whole_and_what_to_do(
+    tiny_options, tmp_path, monkeypatch, error, remedy
+):
+    write = checkpoint_files.write_and_hash
+
+    def fail_at_the_second(path, contents):
+        if "iter-00000100" in str(path):
+            raise OSError(*error)
+        return write(path, contents)
+
+    monkeypatch.setattr(checkpoint_files, "write_and_hash", fail_at_the_second)
+    whole = "iter-00000050"
+    line = rf"iter-00000100: the checkpoint could not be written: .*{error[1]}: {remedy}, and repeat .* {whole}"
+    with refusal(line):
+        train.main(tiny_options(num_iters=10_000, warmup=0, checkpoint_every=50, validate_every=10_000))
+    assert not (tmp_path / "logs/quick/00/checkpoints/iter-00000150").exists()
+    assert "iter-00000150" not in (tmp_path / "logs/quick/00/out.log").read_text()

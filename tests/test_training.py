@@ -15,7 +15,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from tests.support.marks import slow_but
+from tests.support.marks import slow_but, slow_rows_but
 from tests.support.refusals import refusal
 from tools.checkpoint import load_weights
 from training.optimizer import learning_rate
@@ -172,8 +172,8 @@ def check_resume(run, monkeypatch, iteration, options):
     assert same_losses(whole, resumed)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("iteration", slow_but([3, 10], [3, 10, 19, 24], "other places in an epoch"))
+@pytest.mark.parametrize("workers", slow_but([2], [0, 2], "samples that are read in the process of the run"))
+@pytest.mark.parametrize("iteration", slow_but([10], [3, 10, 19, 24], "other places in an epoch"))
 def test_a_stopped_run_continues_bit_for_bit(run, monkeypatch, iteration, workers):
     """In mid-epoch, at the end of one (sample 38 comes in step 10), before a validation, in the last step but one."""
     options = {"num_iters": 25, "dropout": 0.1, "num_data_workers": workers, "checkpoint_every": 7}
@@ -187,7 +187,10 @@ STAGES = {
 
 
 @pytest.mark.parametrize(
-    ("iteration", "options"), [(2, STAGES), (5, STAGES), (8, STAGES), (7, {"enable_channels_last": True})]
+    ("iteration", "options"),
+    slow_rows_but(
+        [0], [(5, STAGES), (2, STAGES), (8, STAGES), (7, {"enable_channels_last": True})], "other stages and weights"
+    ),
 )
 def test_a_run_over_several_steps_or_of_other_weights_continues_bit_for_bit(run, monkeypatch, iteration, options):
     check_resume(run, monkeypatch, iteration, options)
@@ -278,14 +281,14 @@ def test_mixed_precision_stays_near_full_precision(run):
 
 
 def test_clipping_bounds_the_global_gradient_norm(run, monkeypatch):
-    norms, step = [], torch.optim.Adam.step
+    norms, step = [], torch.optim.AdamW.step
 
     def recording(self, *args, **kwargs):
         grads = [p.grad for group in self.param_groups for p in group["params"]]
         norms.append(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads])).item())
         return step(self, *args, **kwargs)
 
-    monkeypatch.setattr(torch.optim.Adam, "step", recording)
+    monkeypatch.setattr(torch.optim.AdamW, "step", recording)
     run(clip_grad_norm=0.05)
     assert len(norms) >= 12
     assert max(norms) <= 0.05 * (1 + 1e-4)

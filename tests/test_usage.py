@@ -10,6 +10,7 @@ import train
 from distributed.usage import watch
 from tests.support import usage_models
 from tests.support.layout_parity import build, check_chain, check_in_double, check_training, train_steps
+from tests.support.marks import slow_but, slow_rows_but
 from tests.support.refusals import refusal
 from training.model import build_model, initial_weights
 from training.tasks import build_task
@@ -79,7 +80,10 @@ SHARDED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SHARDED)
+QUICK = ["TiedAcross", "Scalar", "JoinsLater"]
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, SHARDED, "other ways to use parts of a model"))
 def test_units_of_fully_shard_give_the_numbers_of_one_device(ranks, tiny_config, name):
     options = SIZES | {"model": model(name), "gradient_accumulation": 2}
     check_in_double(ranks, tiny_config, "dp2,data_parallel=fsdp", options)
@@ -87,21 +91,28 @@ def test_units_of_fully_shard_give_the_numbers_of_one_device(ranks, tiny_config,
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [
-        ("Scalar", "dp2,data_parallel=zero2,wrap_policy=none"),
-        ("Scalar", "dp2,data_parallel=fsdp,cpu_offload=true"),
-        ("Scalar", "domain2,data_parallel=fsdp"),
-        ("TiedAcross", "dp2,data_parallel=fsdp,wrap_policy=size,wrap_min_params=20"),
-        ("Turns", "dp2,data_parallel=fsdp"),
-        ("Turns", "dp2"),
-        ("JoinsLater", "dp2,data_parallel=zero1"),
-    ],
+    slow_rows_but(
+        [0, 1, 2],
+        [
+            ("Scalar", "domain2,data_parallel=fsdp"),
+            ("TiedAcross", "dp2,data_parallel=fsdp,wrap_policy=size,wrap_min_params=20"),
+            ("Turns", "dp2"),
+            ("Turns", "dp2,data_parallel=fsdp"),
+            ("Scalar", "dp2,data_parallel=zero2,wrap_policy=none"),
+            ("Scalar", "dp2,data_parallel=fsdp,cpu_offload=true"),
+            ("JoinsLater", "dp2,data_parallel=zero1"),
+        ],
+        "other strategies and policies for the same models",
+    ),
 )
 def test_other_layouts_follow_the_look_too(ranks, tiny_config, name, layout):
     check_in_double(ranks, tiny_config, layout, SIZES | {"model": model(name)})
 
 
-@pytest.mark.parametrize("name", ["Unused", "JoinsLater", "Recomputed"])
+UNUSED = ["Unused", "JoinsLater", "Recomputed"]
+
+
+@pytest.mark.parametrize("name", slow_but(UNUSED[:1], UNUSED, "other reasons why a weight is not used"))
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_micro_batches_of_models_with_unused_weights(ranks, tiny_config, name, strategy):
     options = SIZES | {"model": model(name), "gradient_accumulation": 2}
@@ -123,7 +134,7 @@ def test_units_that_all_micro_batches_but_one_skip_train_as_copies_do(ranks, tin
     torch.testing.assert_close(sharded, copied, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("name", ["Scalar", "WalkedOver"])
+@pytest.mark.parametrize("name", slow_but(["Scalar"], ["Scalar", "WalkedOver"], "containers that are walked over"))
 def test_a_checkpoint_of_such_a_model_goes_on_in_other_layouts(ranks, tiny_config, tmp_path, name):
     layouts = ["dp2,data_parallel=fsdp", "serial", "dp2,data_parallel=zero2", "dp2"]
     check_chain(ranks, tiny_config, layouts, SIZES | {"model": model(name)}, tmp_path)
@@ -195,7 +206,10 @@ def test_what_would_lose_gradients_is_one_line(ranks, tiny_config, options, line
         ranks(2, build, tiny_config(**options))
 
 
-@pytest.mark.parametrize("layout", ["dp2", "dp2,data_parallel=fsdp,wrap_policy=none"])
+REENTRANT = ["dp2,data_parallel=fsdp,wrap_policy=none", "dp2"]
+
+
+@pytest.mark.parametrize("layout", slow_but(REENTRANT[:1], REENTRANT, "copied weights"))
 def test_reentrant_checkpoints_that_are_right_train(ranks, tiny_config, layout):
     check_in_double(ranks, tiny_config, layout, SIZES | {"model": model("RecomputedTwice"), "rollout_steps": 2})
 

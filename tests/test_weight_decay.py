@@ -46,8 +46,8 @@ def test_matrices_and_kernels_decay_and_nothing_else_does(ranks, tiny_config):
 
 def test_without_the_key_each_optimizer_decays_as_before(ranks, tiny_config):
     for name, decay in ("Adam", 0.0), ("AdamW", 0.01):
-        kind, found = ranks(1, decays, tiny_config(optimizer=name))[0]
-        assert (kind, set(found.values())) == (name, {decay})
+        _, found = ranks(1, decays, tiny_config(optimizer=name))[0]
+        assert set(found.values()) == {decay}
 
 
 def test_a_parts_size_decides_nothing(ranks, tiny_config):

@@ -13,6 +13,7 @@ import xarray
 from docs.examples import zarr_years
 from tests.support import programs
 from tests.support.launch import losses
+from tests.support.marks import slow_but
 from tests.support.refusals import refusal
 from tests.test_data_loader import CPU, read_all
 from tests.test_data_loader_dali import assert_same_batches, needs_dali
@@ -58,11 +59,14 @@ def test_statistics_of_stores_are_those_of_year_files(stores, sample_folder, tmp
         np.testing.assert_array_equal(np.load(tmp_path / path.name), np.load(path))
 
 
-def test_runs_on_stores_have_the_losses_of_year_files_bit_for_bit(stores, tiny_options, tmp_path):
-    """Rungs 1 and 4, plain and compressed."""
+@pytest.mark.parametrize(
+    "kinds", slow_but([["compressed 3"]], [["compressed 3"], list(STORED)], "plain stores"), ids=len
+)
+def test_runs_on_stores_have_the_losses_of_year_files_bit_for_bit(stores, tiny_options, tmp_path, kinds):
+    """Rungs 1 and 4."""
     shard = ["train_shard.py", "--yaml_config=config/ViT.yaml", "--domain_parallel=1x2"]
     common = {"num_data_workers": 2, "forcings": ["orography", "hour"], "num_iters": 12}
-    for name, folder in {"hdf5": None, **stores}.items():
+    for name, folder in {"hdf5": None, **{kind: stores[kind] for kind in kinds}}.items():
         data = common | (paths_in(folder) if folder else {})
         assert programs.run(["train.py", *tiny_options(run_num=f"one {name}", **data)]).returncode == 0
         for status, output in programs.run_ranks([*shard, *tiny_options(run_num=f"shard {name}", **data)]):
@@ -181,7 +185,10 @@ def write_layout(source, store, dtype="f4", zarr_format=3, **layout):
     return group
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+QUICK = ["chunks that divide nothing", "transposed in shards", "format 2, nested", "format 2, filtered"]
+
+
+@pytest.mark.parametrize("layout", slow_but(QUICK, LAYOUTS, "other chunks and codecs"))
 def test_chunks_are_read_however_they_lie_and_are_encoded(sample_folder, tmp_path, layout):
     write_layout(sample_folder / "train/1979.h5", tmp_path / "1979.zarr", **LAYOUTS[layout])
     for window in {}, {"rows": slice(3, 9)}, {"rows": slice(1, 7), "columns": slice(5, 30)}:
@@ -221,7 +228,10 @@ def test_a_chunk_that_disappears_or_is_cut_off_is_named(stores, tmp_path):
             read_all(dataset)
 
 
-@pytest.mark.parametrize("compressors", [None, "auto", zarr.codecs.GzipCodec(), zarr.codecs.BloscCodec()])
+CODECS = [None, "auto", zarr.codecs.GzipCodec(), zarr.codecs.BloscCodec()]
+
+
+@pytest.mark.parametrize("compressors", slow_but(CODECS[:2], CODECS, "other codecs"), ids=str)
 def test_a_chunk_of_another_size_is_no_chunk(sample_folder, tmp_path, compressors):
     """A codec fills the first part of a buffer without a word."""
     store = tmp_path / "1979.zarr"

@@ -2,7 +2,7 @@
 
 import importlib.util
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from string import Formatter
 from typing import Any
 
@@ -40,8 +40,12 @@ def installed(module: str) -> bool:
 def format_table(
     columns: Mapping[str, str],
     rows: Sequence[Sequence[Any]],
+    words: Collection[str] = (),
 ) -> str:
-    """Lines of a Markdown table. columns: {title: format specification}; rows: a value for each, None shows as '-'."""
+    """Lines of a Markdown table. columns: {title: format specification}; rows: a value for each, None shows as '-'.
+
+    words: titles of further columns that hold words, as the first one does.
+    """
     cells = []
     for row in rows:
         texts = []
@@ -55,19 +59,20 @@ def format_table(
         widths.append(max(map(len, column)))
 
     # Markdown aligns a column by the colon in the rule. The first column names the rows, the others hold numbers.
+    is_words = [place == 0 or title in words for place, title in enumerate(columns)]
     rule = []
-    for place, width in enumerate(widths):
-        rule.append("-" * (width + 1) + ("-" if place == 0 else ":"))
-    lines = [_table_line(columns, widths), f"|{'|'.join(rule)}|"]
+    for left, width in zip(is_words, widths, strict=True):
+        rule.append("-" * (width + 1) + ("-" if left else ":"))
+    lines = [_table_line(columns, widths, is_words), f"|{'|'.join(rule)}|"]
     for texts in cells:
-        lines.append(_table_line(texts, widths))
+        lines.append(_table_line(texts, widths, is_words))
     return "\n".join(lines)
 
 
-def _table_line(words: Iterable[str], widths: Sequence[int]) -> str:
+def _table_line(texts: Iterable[str], widths: Sequence[int], is_words: Sequence[bool]) -> str:
     padded = []
-    for place, (word, width) in enumerate(zip(words, widths, strict=True)):
-        text = word.ljust(width) if place == 0 else word.rjust(width)
+    for word, width, left in zip(texts, widths, is_words, strict=True):
+        text = word.ljust(width) if left else word.rjust(width)
         padded.append(text)
     return f"| {' | '.join(padded)} |"
 

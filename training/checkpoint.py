@@ -31,6 +31,7 @@ from training.checkpoint_files import (
     Marker,
     digest,
     read_losses,
+    read_marker,
     verify,
     verify_together,
 )
@@ -80,7 +81,7 @@ class CheckpointFolder:
 
     config: what JSON can hold, kept in every checkpoint.
     stall_seconds: how long the last `save` held up its caller; write_seconds: how long the last write took, which goes
-    on in the background. Both None before the first.
+    on in the background. Both None before the first. failed: the folder whose write went wrong.
     `save`, `wait` and `load_newest` are called by all ranks together. They raise OSError, on every rank, where the disk
     refuses, be it this write or the one before; a checkpoint that was there before stays whole.
     """
@@ -98,6 +99,7 @@ class CheckpointFolder:
         self.write_seconds: float | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self.failed: Path | None = None
         self._group: dist.ProcessGroup | None = None
         self._stager: DefaultStager | None = None
 
@@ -108,12 +110,14 @@ class CheckpointFolder:
         trainer_state: dict[str, Any],
         val_loss: float | None = None,
         wait: bool = False,
+        awaits_score: bool = False,
     ) -> Path:
         """Write one checkpoint, every rank its part; returns the folder that it will have.
 
         The tensors are copied to host memory, into the buffers of the save before, and written in the background: they
         may change as soon as this returns. Only one write is in flight: the one before is waited for.
         trainer_state: anything JSON can hold, not changed any more. wait: return when the checkpoint is complete.
+        awaits_score: `score` or `withdraw` follows, and no older checkpoint is removed before.
         """
         started = time.perf_counter()
         self.wait()
@@ -131,7 +135,7 @@ class CheckpointFolder:
         # Training goes on as soon as the tensors are copied; the thread writes the copies.
         copies = self._stager.stage(tree_map(_from_the_start, tensors))
         device = torch.accelerator.current_device_index() if accelerator() else None
-        to_write = copies, marker, final, device
+        to_write = copies, marker, final, device, not awaits_score
         self._thread = threading.Thread(target=self._write, args=to_write, daemon=True)
         self._thread.start()
         # A process that ends waits a little for its last checkpoint.
@@ -169,6 +173,7 @@ class CheckpointFolder:
         marker: Marker,
         final: Path,
         device: int | None,
+        prune: bool,
     ) -> None:
         """In the background, on every rank."""
         import torch.distributed.checkpoint as dcp  # slow to import
@@ -182,6 +187,8 @@ class CheckpointFolder:
 
         def complete(files: dict[str, Any]) -> None:
             self._complete(writing, final, {**marker, "files": files})
+            if prune:
+                self._prune()
 
         writer = ShardWriter(writing, complete)
         try:
@@ -192,18 +199,45 @@ class CheckpointFolder:
             self._error = error
         self.write_seconds = time.perf_counter() - started
         # An error is raised by the next call of wait.
-        if self._error is None:
+        if self._error is not None:
+            self.failed = final
+        else:
             log.info("  Saved checkpoint %s, written in %.3f s", final.name, self.write_seconds)
 
     def _complete(self, writing: Path, final: Path, marker: Marker) -> None:
         # The marker is written last: without it the folder does not count as a checkpoint.
-        with whole_file(writing / MARKER) as part:
-            part.write_text(json.dumps({"sha256": digest(marker), **marker}, indent=1))
+        write_marker(writing, marker)
         shutil.rmtree(final, ignore_errors=True)  # a damaged one that was passed over
         # From here on the checkpoint is there, whole.
         writing.rename(final)
         sync_folder(self.path)
-        self._prune()
+
+    def score(self, iteration: int, val_loss: float, trainer_state: dict[str, Any]) -> None:
+        """Note the loss of a checkpoint that was saved before its validation, and what this changes in its state.
+
+        Called by all ranks. Its tensors are not written again. Raises OSError, and CheckpointError for a damaged one.
+        """
+        self.wait()
+
+        def note() -> None:
+            folder = self.path / f"iter-{iteration:08d}"
+            marker = read_marker(folder)
+            trainer = {**marker["trainer"], **trainer_state}
+            write_marker(folder, {**marker, "val_loss": val_loss, "trainer": trainer})
+            self._prune()
+
+        agreement.on_main(note)
+
+    def withdraw(self, iteration: int) -> None:
+        """Remove a checkpoint that its validation has shown to be no good. Called by all ranks. Raises OSError."""
+        self.wait()
+        folder = self.path / f"iter-{iteration:08d}"
+        agreement.on_main(lambda: shutil.rmtree(folder))
+
+    def raise_failed(self) -> None:
+        """Raise what went wrong in the last write, where that has ended. Nothing is waited for."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
 
     def load_newest(self, tensors: State) -> Marker | None:
         """Read the newest whole checkpoint into `tensors`; returns its marker, or None where there is none.
@@ -265,6 +299,12 @@ class CheckpointFolder:
         for folder in damaged + older:
             if folder != best:
                 shutil.rmtree(folder)
+
+
+def write_marker(folder: Path, marker: Marker) -> None:
+    """Write the marker of a checkpoint, or replace it, as a whole. Raises OSError."""
+    with whole_file(folder / MARKER) as part:
+        part.write_text(json.dumps({"sha256": digest(marker), **marker}, indent=1))
 
 
 def first_whole(

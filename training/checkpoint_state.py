@@ -58,7 +58,7 @@ def restore_state(
 
 @torch.no_grad()
 def make_moments(optimizer: Optimizer) -> None:
-    """Let an optimizer have moments for all of its parameters: zero, and a count of no steps, where it has none yet.
+    """Let an optimizer have moments for all of its parameters, as before a first step, where it has none yet.
 
     That is of all parameters before the first step, and later of those that no step has used. The optimizer makes them
     itself, in a step whose learning rate is zero.
@@ -86,10 +86,12 @@ def make_moments(optimizer: Optimizer) -> None:
         group["lr"] = rate
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    for parameter in unused:
-        # Of that step only zeros and a count of no steps remain.
-        for value in optimizer.state[parameter].values():
-            value.zero_()
+    unused_ones = set(unused)
+    for group in optimizer.param_groups:
+        for parameter in unused_ones.intersection(group["params"]):
+            # Of that step nothing remains: moments are zero, but for those of which the group says otherwise.
+            for name, value in optimizer.state[parameter].items():
+                value.fill_(group.get("initial", {}).get(name, 0))
 
 
 def _local(optimizer: Optimizer) -> Optimizer:

@@ -17,6 +17,7 @@ from distributed.split import Split
 from distributed.weight_shards import fill_weights
 from training.checkpoint_files import MARKER
 from training.model import build_model, initial_weights
+from utils.choices import choose
 from utils.errors import UsageError, reported_as_usage_error
 from utils.files import read_text
 from utils.schema import Config
@@ -104,7 +105,8 @@ def match_weights(config: Config) -> Weights:
             f"{path}: none of its tensors ({_listed(list(stored))}) fits model {config.model} "
             f"({_listed(list(wanted))}): --init_map gives them other names"
         )
-    problems = found.misfits() if config.init_missing == "error" else []
+    forbids = choose("init_missing", config.init_missing, {"error": True, "draw": False})
+    problems = found.misfits() if forbids else []
     if problems:
         title = f"{path}: does not fit model {config.model} (--init_missing draw takes what fits):"
         raise UsageError("\n  ".join([title, *problems]))

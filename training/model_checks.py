@@ -20,7 +20,7 @@ from utils.schema import Config
 
 def check_matrices(model: nn.Module, config: Config) -> None:
     """Raise UsageError where the optimizer is Muon and no weight of the whole model is for it."""
-    if config.optimizer != "Muon":
+    if not config.optimizer_kind.trains_matrices:
         return
     roles = weight_roles(model, Split(), config.muon_weights)
     if not any(role.is_hidden for role in roles):

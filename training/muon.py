@@ -7,12 +7,12 @@ rows and columns (distributed/whole_matrices.py).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 from distributed.whole_matrices import Cuts, on_whole_matrices
 from utils.sharded import is_dtensor
@@ -39,7 +39,7 @@ class Muon(Optimizer):
     """Muon for the groups with `muon`: True, AdamW for the others. All have `lr` and `weight_decay` (decoupled).
 
     matrices: {parameter: MatrixPart} of all parameters of Muon. momentum: of the gradients, Nesterov's. dtype: in which
-    matrices are sent and made orthogonal, None for their own. device: where that is done. adam: options of AdamW.
+    matrices are sent and made orthogonal, None for their own. device: where that is done. build_adam: makes the AdamW.
     State: `momentum_buffer` for each matrix, in pieces as its parameter, and AdamW's for the others.
     """
 
@@ -51,11 +51,11 @@ class Muon(Optimizer):
         momentum: float,
         dtype: torch.dtype | None,
         device: torch.device,
-        adam: Mapping[str, Any],
+        build_adam: Callable[..., Optimizer],
     ):
         # AdamW trains the other groups, and keeps its state beside ours.
         others = [group for group in groups if not group["muon"]]
-        self.adam = AdamW(others or [{"params": []}], lr=lr, **adam)
+        self.adam = build_adam(others or [{"params": []}], lr=lr)
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
         # One state for both, so that a checkpoint finds all of it in one place.
         self.adam.state = self.state

@@ -16,31 +16,29 @@ from distributed.zero1 import build_zero1_optimizer
 from training.muon import MatrixPart, Muon
 from training.weight_roles import Role, weight_roles
 from utils import comm
+from utils.choices import choose, load
 from utils.schema import Config
-
-DECAY_OF_ADAMW = 0.01  # torch's own
 
 
 def build_optimizer(config: Config, parallel: ParallelModel, device: torch.device) -> Optimizer:
-    """Adam, AdamW or Muon, as the config says. If fused, one kernel updates all parameters of Adam."""
+    """The optimizer that the config names (utils/choices.py). If fused, one kernel updates all parameters."""
+    kind = config.optimizer_kind
     captured = config.enable_cuda_graphs
     peak = peak_learning_rate(config)
     # A CUDA graph reads the rate on the device.
     lr = torch.tensor(peak, device=device) if captured else peak
-    options: dict[str, Any] = {
+    settings = {
         "betas": tuple(config.betas),
         "fused": config.enable_fused or None,  # None: torch's own choice, one kernel for each operation (foreach)
         "capturable": captured,
     }
+    own_settings = {name: settings[name] for name in kind.takes}
+    build: Callable[..., Optimizer] = partial(load(kind.build), **kind.arguments, **own_settings)
     # Names and shapes decide what decays, and what Muon trains.
     roles = weight_roles(parallel.model, parallel.split, config.muon_weights)
     groups = parameter_groups(config, roles)
-    if config.optimizer == "Muon":
-        build: Callable[..., Optimizer] = muon_builder(config, parallel, roles, device, options)
-    else:
-        # With a decay Adam is AdamW: the decay is decoupled from the moments.
-        name = "AdamW" if config.weight_decay else config.optimizer
-        build = partial(getattr(torch.optim, name), **options)
+    if kind.trains_matrices:
+        build = muon_builder(config, parallel, roles, device, build)
     # ZeRO-1: every rank keeps the moments of its share of the parameters.
     if config.data_parallel == "zero1" and comm.get_size("grad_reduce") > 1:
         return build_zero1_optimizer(build, groups, lr=lr)
@@ -52,7 +50,7 @@ def muon_builder(
     parallel: ParallelModel,
     roles: Iterable[Role],
     device: torch.device,
-    adam: dict[str, Any],
+    build_adam: Callable[..., Optimizer],
 ) -> Callable[..., Optimizer]:
     """Muon, to be called with groups and lr. With mixed precision its products of matrices are in bfloat16."""
     # Muon must know of which whole matrix a parameter is a part.
@@ -68,7 +66,7 @@ def muon_builder(
         momentum=config.muon_momentum,
         dtype=dtype,
         device=device,
-        adam=adam,
+        build_adam=build_adam,
     )
 
 
@@ -76,19 +74,22 @@ def parameter_groups(
     config: Config,
     roles: Iterable[Role],
 ) -> list[dict[str, Any]]:
-    """One group for each kind of parameter, each with its weight decay, and whether Muon trains it.
+    """One group for each kind of parameter: its weight decay, whether Muon trains it, and how its moments begin.
 
     Fused kernels do not take DTensors and plain tensors together.
     """
+    optimizer = config.optimizer_kind
     kinds: dict[tuple[DeviceMesh | None, float, bool], list[nn.Parameter]] = {}
     for role in roles:
         decay = weight_decay(config, role)
-        by_muon = config.optimizer == "Muon" and role.is_hidden
+        by_muon = optimizer.trains_matrices and role.is_hidden
         mesh = getattr(role.parameter, "device_mesh", None)
         kinds.setdefault((mesh, decay, by_muon), []).append(role.parameter)
     groups: list[dict[str, Any]] = []
     for (_, decay, by_muon), parameters in kinds.items():
-        groups.append({"params": parameters, "weight_decay": decay, "muon": by_muon})
+        groups.append(
+            {"params": parameters, "weight_decay": decay, "muon": by_muon, "initial": optimizer.initial},
+        )
     return groups
 
 
@@ -98,7 +99,7 @@ def weight_decay(config: Config, role: Role) -> float:
     Loshchilov and Hutter 2019 (arXiv:1711.05101).
     """
     if config.weight_decay is None:
-        return DECAY_OF_ADAMW if config.optimizer == "AdamW" else 0.0
+        return config.optimizer_kind.decay
     decays = role.decays or config.weight_decay_all
     return config.weight_decay if decays else 0.0
 
@@ -112,7 +113,7 @@ def peak_learning_rate(config: Config) -> float:
     base = config.base_batch_size or config.global_batch_size
     ratio = config.global_batch_size / base
     factors = {"none": 1, "linear": ratio, "sqrt": math.sqrt(ratio)}
-    return config.lr * factors[config.lr_scaling]
+    return config.lr * choose("lr_scaling", config.lr_scaling, factors)
 
 
 def learning_rate(config: Config, iteration: int) -> float:
@@ -126,10 +127,15 @@ def learning_rate(config: Config, iteration: int) -> float:
     # The rate rises in equal steps from peak / warmup.
     if iteration < warmup:
         return peak * (iteration + 1) / warmup
-    if config.lr_schedule == "constant":
-        return peak
     progress = (iteration - warmup) / (config.num_iters - warmup)
-    return peak * 0.5 * (1 + math.cos(math.pi * progress))
+    return peak * choose("lr_schedule", config.lr_schedule, SCHEDULES)(progress)
+
+
+# Each a function of the part of the iterations after the warmup that is done: what is left of the peak.
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "constant": lambda progress: 1.0,
+}
 
 
 def set_learning_rate(optimizer: Optimizer, value: float) -> None:

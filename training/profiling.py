@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from utils import comm
+from utils.choices import choose
 from utils.device import synchronize
 from utils.errors import UsageError
 from utils.launch import read_launch
@@ -59,7 +60,8 @@ def build_profiler(config: Config, device: torch.device, folder: Path) -> "Profi
         if device.type != "cuda":
             raise UsageError(f"ENABLE_PROFILING=1 records a GPU, this run is on {device}: use --profile torch")
         return Profiler(config, torch.cuda.profiler)
-    if config.profile == "ranks" or (config.profile == "torch" and comm.is_main()):
+    records = choose("profile", config.profile, {"none": False, "torch": comm.is_main(), "ranks": True})
+    if records:
         name = TRACE.format(comm.rank()) if config.profile == "ranks" else ONE_TRACE
         return Profiler(config, TorchRecorder(device, folder, name))
     return None

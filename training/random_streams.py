@@ -5,6 +5,8 @@ its stream, and not of a rank. So ranks that share an image draw alike also afte
 """
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -57,6 +59,19 @@ class RandomStreams:
             if state is not None:
                 host_states[kind] = state
         self.host.restore(host_states)
+
+    @contextmanager
+    def unmoved(self) -> Iterator[None]:
+        """Inside, numbers may be drawn; afterwards the streams are where they were."""
+        before = self.tensors()
+        try:
+            yield
+        finally:
+            # To set a generator of a GPU costs more than to look at it.
+            now = self.tensors()
+            moved = any(not torch.equal(state, now[name]) for name, state in before.items())
+            if moved:
+                self.restore(before)
 
     def _setters(self):
         setters = {"cpu": torch.set_rng_state}

@@ -32,12 +32,13 @@ from training.watchdog import Watchdog
 from utils import agreement, comm
 from utils.data_loader import Batch, BatchLoader
 from utils.device import device_name, peak_memory_bytes, synchronize
-from utils.errors import STOPPED_STATUS, ConnectionLostError, NonFiniteLossError
+from utils.errors import STOPPED_STATUS, ConnectionLostError, NonFiniteLossError, StoppedError
 from utils.files import write_json
 from utils.schema import Config
-from utils.signals import StopRequest
+from utils.signals import StopRequest, StopSignal
 
 log = logging.getLogger(__name__)
+FIRST_STEP_SECONDS = 5  # that the first step of a process, and what comes before it, may take after a stop signal
 
 
 class Run:
@@ -76,8 +77,10 @@ class Run:
         self.checkpoints = RunCheckpoints(self.config, self.folder, step, self.progress)
         self.resumed = False  # and no step has been made since
         self.result: dict[str, Any] = {}  # of the last validation
-        self.stop_request = StopRequest()  # of this process
+        # Of this process. Before its first step is done nothing can be lost, and to compile it may take minutes.
+        self.stop_request = StopRequest(raises=True, seconds=FIRST_STEP_SECONDS)
         self.stopping = False  # all ranks know of a request and stop after the same step
+        self.vote = agreement.Vote()  # on whether any rank was asked to stop
         self.telemetry = Telemetry(self.config, step)
         self.clock = self.telemetry.clock
         self.run_loggers = Loggers()  # of rank 0
@@ -88,8 +91,15 @@ class Run:
     def __enter__(self) -> "Run":
         """Resume, and do what was left undone; a finished run is only read."""
         self.summary = self.folder.summary()
-        if self.summary:
-            return self
+        if not self.summary:
+            try:
+                self._begin()
+            except StopSignal as stop:
+                self.__exit__(type(stop), stop)
+                raise
+        return self
+
+    def _begin(self) -> None:
         with ExitStack() as opened:
             opened.enter_context(self.stop_request)
             # The state comes first: all else depends on the iteration.
@@ -115,14 +125,13 @@ class Run:
             # All went well, so what was opened stays open until the run ends.
             self.open = opened.pop_all()
         if self.progress.iteration == self.config.num_iters or self.progress.validation_due:
-            self._go_on_validating()
-        return self
+            self._validate_or_stop()  # as the process before this one would have done
 
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None = None, trace: Any = None) -> None:
         """Close what is open; where all iterations are done, write the summary and print it."""
         if self.summary and kind is None:
             log.info("%s is a finished run; its result:", self.folder.path)
-        self.open.__exit__(kind, *error)
+        self.open.__exit__(kind, error, trace)
         if kind is None:  # after an error other ranks may be missing, which the device would wait for
             synchronize(self.device)
         self.step.captured.clear()  # who leaves a process group waits until no CUDA graph holds NCCL's collectives
@@ -137,7 +146,8 @@ class Run:
             self.summary = self._summarize()
             if comm.is_main():
                 write_json(self.folder.summary_file, self.summary)
-        if kind is None and self.stopping and not self.summary:
+        is_stopped = kind is StopSignal or (kind is None and self.stopping)
+        if is_stopped and not self.summary:
             saved = self.checkpoints.newest
             when = "before the first iteration" if saved is None else f"after saving iteration {saved}"
             log.info("Stopped %s; repeat the command to resume", when)
@@ -182,11 +192,13 @@ class Run:
 
     def _after_step(self, output: StepOutput) -> None:
         """Count the step, and log, validate and save where it is due."""
+        self.stop_request.raises = False  # from here on a signal must not interrupt what would be lost
         self.telemetry.add(output)
         # After its first step the model must still be one that a checkpoint can hold.
         if self.progress.iteration == self.checkpoints.began:
             self.checkpoints.check_model_unchanged()
         self.progress.iteration += 1
+        self.checkpoints.raise_failed()
         self.bar.update()
         self._between_steps()
         self.watchdog.beat()
@@ -210,7 +222,8 @@ class Run:
         done = self.progress.iteration
         config = self.config
         finished = done == config.num_iters
-        self.stopping = self.stop_request.made and comm.world_size() == 1  # several ranks agree as they read the losses
+        if self.telemetry.is_vote_due(done):
+            self.stopping = self.vote(self.stop_request.made)
         if not (self.stopping or self._is_read(done)):
             return
         epoch = self._epochs(done)  # completed
@@ -222,14 +235,14 @@ class Run:
         save_due = finished or done % config.checkpoint_every == 0
 
         self._read_losses()
-        val_loss = None
         if end_of_epoch:
             self._log_epoch(epoch)
-            if finished or epoch % config.validate_every == 0:
-                val_loss = self._validate_or_stop()
-                save_due = save_due or val_loss == self.progress.best_val_loss
+            self.progress.validation_due = finished or epoch % config.validate_every == 0
+        # What is due is saved before a validation, which may be long, and be killed.
         if save_due or self.stopping:
-            self._save(val_loss)
+            self._save(None)
+        if self.progress.validation_due and not self.stopping:
+            self._validate_or_stop()
         self.clock.start()
 
     def _step_seconds(self) -> float | None:
@@ -303,35 +316,58 @@ class Run:
         steps_left = self.config.forecast_steps(now, self.config.num_iters)
         return self.clock.elapsed() / steps_done * steps_left
 
-    def _validate_or_stop(self) -> float | None:
-        """Score the model; returns its loss. None where the data were lost: the run stops, to validate when resumed."""
+    def _validate_or_stop(self) -> None:
+        """Score the model, and note its loss in a checkpoint, if there is one of this state or it is the best.
+
+        Where the data were lost, or a signal came, the run stops with a checkpoint, to validate when resumed.
+        """
+        was_due = self.progress.validation_due
         self.progress.validation_due = True
         try:
             self._validate()
-        except ConnectionLostError as error:
-            log.error("%s", error)
+        except (ConnectionLostError, StoppedError) as error:
+            is_lost = isinstance(error, ConnectionLostError)
+            level = logging.ERROR if is_lost else logging.INFO
+            log.log(level, "%s", error)
             self.stopping = True
-            return None
+            if self.checkpoints.has_this_state():
+                self.checkpoints.wait()
+            else:
+                self._save(None)
+            return
         self.progress.validation_due = False
-        return self.result["val_loss"]
-
-    def _go_on_validating(self) -> None:
-        """Score the model as the process before this one would have done; again, where all iterations are done."""
-        was_due = self.progress.validation_due
-        val_loss = self._validate_or_stop()
-        is_new_best = val_loss is not None and val_loss == self.progress.best_val_loss
-        if was_due and is_new_best:
+        val_loss = self.result["val_loss"]
+        # Validation changes nothing that a checkpoint holds, so its tensors are not written once more.
+        if self.checkpoints.has_this_state():
+            if was_due:
+                self.checkpoints.score(val_loss)
+        elif val_loss == self.progress.best_val_loss:
             self._save(val_loss)
+
+    def _beat_validation(self) -> None:
+        """Note a batch of the validation. Raises StoppedError, on all ranks, where one was asked to stop."""
+        self.watchdog.beat()
+        if self.vote(self.stop_request.made):
+            raise StoppedError("  Stopped in the validation, which the resumed run makes up")
 
     def _validate(self) -> None:
         """Score the model."""
         started = time.perf_counter()
-        with span("validation"), self.step.autocast(), self.step.best_weights(), self.step.streams.host:
-            self.result = self.validator.run(self.step.parallel, self.watchdog.beat)
+        with (
+            span("validation"),
+            self.step.autocast(),
+            self.step.best_weights(),
+            self.step.streams.unmoved(),
+            self.step.streams.host,
+        ):
+            self.result = self.validator.run(self.step.parallel, self._beat_validation)
         val_loss = self.result["val_loss"]
         if not math.isfinite(val_loss):
             loader = self.validator.loader
             agreement.raise_on_all_ranks(partial(loader.check_finite, range(loader.num_samples)))
+            # The data are good, so the weights are not.
+            if self.checkpoints.has_this_state():
+                self.checkpoints.withdraw()
             raise self._not_finite(self.progress.iteration, "validation", val_loss)
         if self.progress.best_val_loss is None or val_loss < self.progress.best_val_loss:
             self.progress.best_val_loss = val_loss

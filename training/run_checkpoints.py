@@ -1,12 +1,16 @@
 """Checkpoints of a run: how far it is, what it saves of its training, and how it goes on from there."""
 
+import errno
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any
 
 from distributed.weight_shards import global_view, take_parts
 from training.checkpoint import CheckpointFolder
+from training.checkpoint_files import CheckpointError
 from training.checkpoint_state import restore_state
 from training.model_state import check_unchanged, collect_extra, collect_weights, described
 from training.run_folder import RunFolder
@@ -14,10 +18,11 @@ from training.run_notes import describe_devices, log_notes
 from training.run_state import collect_named_state, collect_tensors, start_from
 from training.step import TrainingStep
 from utils import agreement
-from utils.errors import reported_as_usage_error
+from utils.errors import UsageError, first_line
 from utils.schema import Config
 
 log = logging.getLogger(__name__)
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass
@@ -110,7 +115,7 @@ class RunCheckpoints:
     def save(self, val_loss: float | None, wait: bool) -> None:
         """Save the run as it is. val_loss: of this state, where it was validated. wait: until all is written.
 
-        Raises UsageError where the folder cannot be written.
+        Where a validation is due, `score` or `withdraw` follows. Raises UsageError where the folder cannot be written.
         """
         iteration = self.progress.iteration
         state = self.progress.state()
@@ -123,10 +128,59 @@ class RunCheckpoints:
         state |= collect_named_state(self.model)
         # A checkpoint describes the whole tensors, whatever the layout.
         tensors = global_view(own, self.step.parallel.split)
-        with reported_as_usage_error(OSError, f"iteration {iteration}: a checkpoint could not be written"):
-            folder = self.folder.save(iteration, tensors, state, val_loss, wait)
+        awaits_score = self.progress.validation_due
+        with self._named():
+            folder = self.folder.save(iteration, tensors, state, val_loss, wait, awaits_score)
         self.newest = iteration
         log.info("  Checkpoint %s held training up for %.3f s", folder.name, self.folder.stall_seconds)
+
+    def has_this_state(self) -> bool:
+        """Tell whether the newest checkpoint is of this iteration."""
+        return self.newest == self.progress.iteration
+
+    def score(self, val_loss: float) -> None:
+        """Note in the checkpoint of this iteration what its validation gave. Raises UsageError as save does."""
+        with self._named():
+            self.folder.score(self.progress.iteration, val_loss, self.progress.state())
+
+    def withdraw(self) -> None:
+        """Remove the checkpoint of this iteration, whose weights are no good. Raises UsageError as save does."""
+        with self._named():
+            self.folder.withdraw(self.progress.iteration)
+        self.newest = None
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is written. Raises UsageError as save does."""
+        with self._named():
+            self.folder.wait()
+
+    def raise_failed(self) -> None:
+        """Raise UsageError as save does, as soon as it is known that a write in the background failed."""
+        with self._named():
+            self.folder.raise_failed()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Turn an error of a write into a UsageError: which checkpoint, what is whole, and what to do."""
+        try:
+            yield
+        except (OSError, CheckpointError) as error:
+            failed = self.folder.failed or self.folder.path
+            number = getattr(error, "errno", None)
+            if number in FULL:
+                fewer = self.config.keep_checkpoints > 1
+                remedy = "make room on its disk" + fewer * f" (--keep_checkpoints, now {self.config.keep_checkpoints})"
+            else:
+                remedy = "see that it can be written"
+            # What cannot be written can mostly be read.
+            whole = "none"
+            with suppress(OSError):
+                whole = self.folder.newest_name()
+            way_on = "begins anew" if whole == "none" else f"goes on from {whole}, which is whole"
+            raise UsageError(
+                f"{failed}: the checkpoint could not be written: {first_line(error)}: {remedy}, and repeat the "
+                f"command, which {way_on}"
+            ) from error
 
     def newest_in_words(self) -> str:
         """The name of the newest checkpoint, and its folder."""

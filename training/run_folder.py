@@ -66,7 +66,11 @@ class RunFolder:
         keys = differing_keys(earlier, self.config)
         if keys:
             changes = self._changes(earlier, keys)
-            raise UsageError(f"{self.path} holds a run of other settings: {changes}; choose another --run_num")
+            # The weights of another training can go on, those of another model cannot.
+            has_other_model = differing_keys(earlier, self.config, "model")
+            keeps_weights = not has_other_model and self.checkpoints.is_dir()
+            start = f", and --init_from {self.path} to begin with its weights" if keeps_weights else ""
+            raise UsageError(f"{self.path} holds a run of other settings: {changes}; choose another --run_num{start}")
         # A run that goes on may do so in another layout. A finished one would only repeat its result.
         if not self.summary_file.exists():
             return

@@ -1,6 +1,5 @@
 """Options that make the same model faster or smaller, applied from outside. Names and weights stay the same."""
 
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -17,9 +16,10 @@ from training.determinism import make_repeatable
 from training.float8 import use_float8
 from training.recomputation import Contexts, checkpointed
 from utils import comm
-from utils.errors import UsageError, first_line
+from utils.choices import choose
+from utils.errors import UsageError
 from utils.schema import Config
-from utils.signals import stop_signals_held_back
+from utils.signals import stop_signals_heard_alone
 from utils.torch_private import VERSION
 
 EXPENSIVE = [  # what selective checkpointing keeps rather than computes again
@@ -49,18 +49,8 @@ def apply_speed_options(config: Config, device: torch.device, model: nn.Module) 
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # the convolution of the patch embedding
     if config.amp_mode == "fp8":
         use_float8(blocks_of(model, "amp_mode fp8"), device)
-    if config.activation_checkpointing == "step":
-        # One process compiles the whole model as one function, and several compile each block.
-        is_inside = config.enable_jit and comm.world_size() == 1  # of a compiled function
-        module = None if is_inside else model
-        model.forward = checkpointed(model.forward, module, preserve_rng_state=not config.enable_cuda_graphs)
-    elif config.activation_checkpointing != "none":
-        # The last block of every group is computed again, and the others keep what they have.
-        every = config.checkpointing_interval
-        blocks = blocks_of(model, "activation_checkpointing")[every - 1 :: every]
-        selective = config.activation_checkpointing == "selective"
-        generators = not config.enable_cuda_graphs
-        checkpoint_activations(blocks, selective, generators, config.enable_jit)
+    recompute = choose("activation_checkpointing", config.activation_checkpointing, RECOMPUTATIONS)
+    recompute(config, model)
     if config.enable_jit:
         if comm.get_size("domain") > 1 and VERSION < (2, 13):
             raise UsageError(
@@ -72,9 +62,40 @@ def apply_speed_options(config: Config, device: torch.device, model: nn.Module) 
             transform_forward(module, compiled)
 
 
+def keep_activations(config: Config, model: nn.Module) -> None:
+    """Compute nothing twice."""
+
+
+def recompute_steps(config: Config, model: nn.Module) -> None:
+    """Compute each forward pass of a rollout a second time in the backward pass."""
+    # One process compiles the whole model as one function, and several compile each block.
+    is_inside = config.enable_jit and comm.world_size() == 1  # of a compiled function
+    module = None if is_inside else model
+    model.forward = checkpointed(model.forward, module, preserve_rng_state=not config.enable_cuda_graphs)
+
+
+def recompute_blocks(config: Config, model: nn.Module, selective: bool) -> None:
+    """Compute blocks a second time. selective: all but their products of matrices and attention."""
+    # The last block of every group is computed again, and the others keep what they have.
+    every = config.checkpointing_interval
+    blocks = blocks_of(model, "activation_checkpointing")[every - 1 :: every]
+    generators = not config.enable_cuda_graphs
+    checkpoint_activations(blocks, selective, generators, config.enable_jit)
+
+
+RECOMPUTATIONS: dict[str, Callable[[Config, nn.Module], None]] = {
+    "none": keep_activations,
+    "full": partial(recompute_blocks, selective=False),
+    "selective": partial(recompute_blocks, selective=True),
+    "step": recompute_steps,
+}
+
+
 def compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A function compiled as one graph; its call raises UsageError where torch.compile cannot trace it."""
     from torch._dynamo.exc import TorchDynamoException  # slow to import
+
+    from distributed.shard.compiled import refusal_of
 
     # Each block is a graph of its own already: torch need not cut it at the buckets of DistributedDataParallel.
     torch._dynamo.config.optimize_ddp = False
@@ -86,8 +107,7 @@ def compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return run(*args, **kwargs)
         except TorchDynamoException as error:
-            place = re.findall(r"File .*", str(error))[-1:]
-            raise UsageError(", ".join(["enable_jit: " + first_line(error), *place])) from error
+            raise UsageError(f"enable_jit: {refusal_of(error)}") from error
 
     return call
 
@@ -110,7 +130,7 @@ def hold_signals_back_in_compilations() -> None:
 
 
 def _hold_signals_back(_: object) -> None:
-    _held_back.enter_context(stop_signals_held_back())
+    _held_back.enter_context(stop_signals_heard_alone())
 
 
 def _let_signals_come(_: object) -> None:

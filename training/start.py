@@ -9,6 +9,7 @@ from training.profiling import restart_under_nsys
 from training.tasks import Task, build_task
 from utils import comm, connection
 from utils.config import SCRIPTS, load_config
+from utils.elastic import fitting_ranks, is_range_of_nodes
 from utils.launch import read_launch
 from utils.schema import Config
 
@@ -27,8 +28,10 @@ def start(
     """
     launch = read_launch()
     own = SCRIPTS[script]
-    config = load_config(argv, description, launch.world_size, own.yaml_config, own.splits)
-    layout = config.layout(launch.world_size, launch.ranks_per_node)
+    elastic = is_range_of_nodes()
+    config = load_config(argv, description, launch.world_size, own.yaml_config, own.splits, elastic=elastic)
+    ranks = fitting_ranks(config, launch.world_size) if config.elastic else launch.world_size
+    layout = config.layout(ranks, launch.ranks_per_node)
     task = build_task(config)
     # This does not come back where the command starts again under nsys.
     restart_under_nsys()
@@ -36,6 +39,6 @@ def start(
     if config.enable_cuda_graphs:  # NCCL's thread for errors would disturb a capture; Run has the watchdog end hangs
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     # From here on the ranks wait for one another.
-    device = connection.connect(config.device, config.comm_timeout, config.cpu_offload)
+    device = connection.connect(config.device, config.comm_timeout, config.cpu_offload, ranks)
     comm.build_mesh(device, layout)
     return config, device, task

@@ -19,16 +19,17 @@ from training.recomputation import copied_buffers, with_buffers
 from training.spans import span
 from training.tasks import Task
 from utils import comm
+from utils.choices import choose
 from utils.device import on_capture_stream, to_device
 from utils.host_random import drawn_again
 from utils.schema import Config
 
-AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # of what fp8 leaves
+AMP_DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # of what fp8 leaves
 
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:
     """The context in which the model runs: mixed precision where the config asks for it."""
-    dtype = AMP_DTYPES.get(config.amp_mode)
+    dtype = choose("amp_mode", config.amp_mode, AMP_DTYPES)
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 

@@ -15,6 +15,8 @@ from utils.device import peak_memory_bytes, synchronize
 from utils.rank_failure import recorded_collectives
 from utils.schema import Config
 
+VOTE_SECONDS = 2  # of steps, after which several ranks ask each other whether one was told to stop
+
 Reading = dict[str, float | None]
 
 
@@ -31,6 +33,7 @@ class Telemetry:
         self.times = PhaseTimes(step.device, not config.enable_cuda_graphs)
         self.losses: list[Tensor] = []  # on the device, not read yet
         self.square: Tensor | None = None  # this rank's share of the squared norm of the last step's gradient
+        self.vote_every = 1  # steps, the same on all ranks
         self.called: int | None = None  # collectives until the end of the first step after a reading
         # Of a sample with all its members, in one step of a forecast.
         self.flops = PASSES * step.task.facts.flops * config.ensemble_size
@@ -43,6 +46,10 @@ class Telemetry:
         is_first = len(self.losses) == 1
         if is_first and self.clock.iterations <= WARMUP_ITERATIONS:
             self.called = count_calls()
+
+    def is_vote_due(self, iteration: int) -> bool:
+        """Tell whether the ranks ask each other after this iteration: where steps are slow, oftener than they read."""
+        return comm.world_size() == 1 or iteration % self.vote_every == 0
 
     def read(
         self,
@@ -63,6 +70,9 @@ class Telemetry:
         self.losses.clear()
         speed = self.clock.stop(count, count * self.config.global_batch_size)
 
+        # The slowest rank's step, of a table that all ranks have: so they count alike.
+        seconds = sums.table[:, :-1].nansum(1).max().item()
+        self.vote_every = max(1, int(VOTE_SECONDS / max(seconds, 1e-3)))
         own_row = sums.table[comm.rank()]
         own_times = dict(zip(PHASES, own_row.tolist(), strict=False))
         self.clock.data_wait += own_times["data"] * count

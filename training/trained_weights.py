@@ -10,6 +10,7 @@ from training.checkpoint_files import MARKER, CheckpointError, Marker, config_of
 from training.external_weights import is_external, match_weights
 from training.model_state import collect_weights, restore_weights
 from utils import agreement
+from utils.command_line import option_words
 from utils.config import differing_keys
 from utils.errors import UsageError, first_line
 from utils.schema import Config
@@ -76,7 +77,12 @@ def check_origin(config: Config, checkpoint: Path, marker: Marker) -> None:
         # A single forecast takes no noise. An ensemble that begins with it draws the weights of noise.
         if key == "noise_features" and not trained.noise_of_model:
             continue
-        raise UsageError(f"{checkpoint}: was trained with {key} {getattr(trained, key)}, not {getattr(config, key)}")
+        there = getattr(trained, key)
+        as_trained = " ".join(option_words(key, there))
+        raise UsageError(
+            f"{checkpoint}: was trained with {key} {there}, not {getattr(config, key)}: give {as_trained}, or other "
+            "weights"
+        )
 
 
 def stored_tensors(folder: Path) -> dict[str, "TensorStorageMetadata"]:

@@ -4,6 +4,7 @@ import socket
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from utils import comm
@@ -39,6 +40,26 @@ def raise_on_all_ranks(function: Callable[[], T]) -> T:
     for first in filter(None, comm.gather(error_here)):
         raise first
     return result
+
+
+class Vote:
+    """Tells all ranks whether something is so on any of them: one number, summed on the host.
+
+    Nothing waits for the device. The first call makes a process group, so all ranks call it together.
+    """
+
+    def __init__(self) -> None:
+        self.group: dist.ProcessGroup | None = None
+
+    def __call__(self, condition: bool) -> bool:
+        """Tell whether a condition holds on any rank. All ranks call this as often."""
+        if comm.world_size() == 1:
+            return condition
+        if self.group is None:
+            self.group = comm.new_cpu_group()
+        count = torch.tensor([int(condition)])
+        dist.all_reduce(count, group=self.group)
+        return count.item() > 0
 
 
 def check_alike(own: dict[str, str]) -> None:

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from utils.choices import LOSSES
 from utils.command_line import parse_command_line
+from utils.elastic import fit, fitting_ranks
 from utils.errors import UsageError, nearest
 from utils.schema import MOST_STEPS, Affects, Config, keys_that_affect
 from utils.yaml_files import read_mappings, yaml
@@ -56,6 +58,7 @@ def _scripts_that_split_by(key: str) -> str:
 SPLITS = {key: _scripts_that_split_by(key) for key in SPLIT_KEYS}
 SHARDED = ("zero2", "fsdp", "hsdp")
 REPLICATED = ("ddp", "zero1")
+STRATEGIES = (*REPLICATED, *SHARDED)
 ENSEMBLE_KEYS = ("noise_features", "noise_correlation", "crps_alpha")  # they mean something with several members only
 # Keys that belong to some values of data_parallel only.
 STRATEGY_KEYS = {
@@ -78,12 +81,14 @@ def load_config(
     yaml_config: str = "config/ViT.yaml",
     splits: Collection[str] = (),
     preset: dict[str, Any] | None = None,
+    elastic: bool = False,
 ) -> Config:
     """Config from the command line: `--yaml_config FILE --config NAME` and any key of the schema.
 
     world_size: ranks of the run. splits: the keys by which this program can split a model. preset: {key: value} in
-    place of the file's, where no option says otherwise. Raises UsageError, naming file, config and key, for values that
-    do not fit the schema, and for ranks or batches that cannot be shared equally.
+    place of the file's, where no option says otherwise. elastic: ranks may come and go.
+    Raises UsageError, naming file, config and key, for values that do not fit the schema, and for ranks or batches that
+    cannot be shared equally.
     """
     # Words of the command line win over the preset, and that over the file.
     words = sys.argv[1:] if argv is None else argv
@@ -97,6 +102,11 @@ def load_config(
         # How many ranks share the batch follows from the other settings, which are therefore checked first.
         layout = check_config(settings, name, where, options).layout(world_size)
         settings["global_batch_size"] = chosen["local_batch_size"] * layout.dp
+    if elastic or settings.get("elastic"):
+        settings["elastic"] = True
+        config = check_config(settings, name, where, options)
+        settings |= fit(config, world_size)
+        world_size = fitting_ranks(config, world_size)
     config = check_config(settings, name, where, options, world_size)
     for key_name, script in SPLITS.items():
         # A script refuses what only another one can split.
@@ -179,15 +189,30 @@ def _of_ranks(config: Config, world_size: int) -> Iterator[str]:
 
 def _of_options(config: Config) -> Iterator[str]:
     """Options that do not go together, whatever the ranks."""
+    if config.elastic and config.run_num == "auto":
+        yield "where ranks come and go they go on in one folder: give a run_num, not auto"
+    if config.micro_batch_size and not config.elastic:
+        yield "micro_batch_size belongs to elastic, where ranks may come and go: give gradient_accumulation"
     if config.lr_scaling != "none" and config.base_batch_size is None:
         yield f"lr_scaling {config.lr_scaling} needs base_batch_size, the batch that lr belongs to"
     if config.weight_decay_all and not config.weight_decay:
         yield "weight_decay_all belongs to weight_decay, the part of a weight that a step takes away: give both"
+    optimizer = config.optimizer_kind
     for name in ("muon_momentum", "muon_weights"):
-        if config.optimizer != "Muon" and getattr(config, name) != Config.model_fields[name].default:
+        if not optimizer.trains_matrices and getattr(config, name) != Config.model_fields[name].default:
             yield f"{name} belongs to optimizer Muon, not to {config.optimizer}"
-    if config.optimizer == "Muon" and config.enable_cuda_graphs:
-        yield "enable_cuda_graphs goes without optimizer Muon, whose learning rate is a number of the host: use AdamW"
+    if config.enable_cuda_graphs and "capturable" not in optimizer.takes:
+        yield (
+            f"enable_cuda_graphs goes without optimizer {config.optimizer}, whose learning rate is a number of the "
+            "host: use AdamW"
+        )
+    if config.enable_fused and "fused" not in optimizer.takes:
+        yield f"enable_fused goes without optimizer {config.optimizer}, which has no fused kernel: use AdamW"
+    if config.weight_decay and not optimizer.decouples:
+        yield (
+            f"weight_decay goes without optimizer {config.optimizer}, which would add it to the gradient instead of "
+            "taking it from the weight: use AdamW"
+        )
     for name, strategies in STRATEGY_KEYS.items():
         if config.data_parallel not in strategies and getattr(config, name) != Config.model_fields[name].default:
             yield f"{name} belongs to data_parallel {' and '.join(strategies)}, not to {config.data_parallel}"
@@ -214,8 +239,9 @@ def _of_options(config: Config) -> Iterator[str]:
             )
     if config.freeze and config.pipeline_parallel > 1:
         yield "freeze goes without pipeline_parallel: a stage without gradients has nothing to send back"
-    if config.loss == "relative_l2" and (config.channel_weights or config.pressure_weights):
-        yield "channel_weights and pressure_weights belong to loss squared_error and crps, not relative_l2"
+    if not config.loss_kind.is_weighted and (config.channel_weights or config.pressure_weights):
+        weighted = " and ".join(name for name, loss in LOSSES.items() if loss.is_weighted)
+        yield f"channel_weights and pressure_weights belong to loss {weighted}, not {config.loss}"
     if len(set(config.forcings)) < len(config.forcings):
         yield f"forcings {config.forcings}: one is named twice"
 
@@ -224,17 +250,19 @@ def _of_ensemble(config: Config) -> Iterator[str]:
     """Options of an ensemble that do not go together, or that mean nothing without one."""
     members = config.ensemble_size
     ranks = config.ensemble_parallel
+    scores_members = config.loss_kind.scores_members
     if members == 1:
-        if config.loss == "crps":
-            yield "loss crps scores the members of an ensemble: give an ensemble_size of 2 or more"
+        if scores_members:
+            yield f"loss {config.loss} scores the members of an ensemble: give an ensemble_size of 2 or more"
         if ranks > 1:
             yield f"ensemble_parallel {ranks} shares out the members of a sample: give ensemble_size too"
         for name in ENSEMBLE_KEYS:
             if getattr(config, name) != Config.model_fields[name].default:
                 yield f"{name} belongs to an ensemble: give an ensemble_size of 2 or more"
         return
-    if config.loss != "crps":
-        yield f"ensemble_size {members}: members are trained by loss crps, not {config.loss}"
+    if not scores_members:
+        suited = " or ".join(name for name, loss in LOSSES.items() if loss.scores_members)
+        yield f"ensemble_size {members}: members are trained by loss {suited}, not {config.loss}"
     if ranks > members:
         yield f"ensemble_parallel {ranks}: more ranks than the {members} members of ensemble_size"
     if config.pipeline_parallel > 1:

@@ -4,12 +4,15 @@ The ranks connect through a key-value store. A rank that fails tells the others 
 """
 
 import datetime
+import math
 import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -17,9 +20,24 @@ import torch.distributed as dist
 
 from utils import comm
 from utils.device import backend_for, on_this_device, physical_name, select_device
-from utils.errors import UsageError, first_line, os_errors_as_usage_errors, run_main
+from utils.errors import FAILED_STATUS, UsageError, first_line, os_errors_as_usage_errors, run_main, status_of
 from utils.launch import Launch, name_gloo_interface, read_launch, warn_of_unused_tasks
-from utils.rank_failure import FAREWELL_SECONDS, FailureListener, agent_has_store, end_with_launcher
+from utils.rank_failure import (
+    FAREWELL_SECONDS,
+    FIRST_FAILURE,
+    SHORT_POLL_SECONDS,
+    FailureListener,
+    agent_has_store,
+    end_with_launcher,
+    exit_at_once,
+    wait_until,
+)
+from utils.signals import StopRequest
+
+# Keys of the store: the offer of rank 0; the status of a run that has ended, and how many waiting ranks have read it.
+OFFER = "offer"
+ENDED = "ended"
+RELEASED = "released"
 
 
 class NotConnectedError(UsageError):
@@ -27,21 +45,24 @@ class NotConnectedError(UsageError):
 
 
 _listener: FailureListener | None = None
+_watched: tuple[dist.Store, int] | None = None  # where ranks that wait look for the end, and how many they are
 
 
 def connect(
     device_name: str = "auto",
     timeout: float = 600,
     cpu_offload: bool = False,
+    ranks: int | None = None,
 ) -> torch.device:
     """Connect the processes of this run; returns this one's device.
 
     timeout: a rank waits so many seconds for another. The backend is that of utils.device.backend_for; with
-    cpu_offload tensors in host memory are reduced too, by gloo beside it.
+    cpu_offload tensors in host memory are reduced too, by gloo beside it. ranks: the first ones of the launch, which
+    take part; all unless given. This does not come back on the others: they end when these do.
     Raises UsageError for launch variables that contradict each other, where other ranks do not arrive in time, where
     ranks on such devices cannot communicate, and where two ranks have the same GPU.
     """
-    global _listener
+    global _listener, _watched
     launch = read_launch()
     # Ranks of a node choose among its devices by their number; a process alone takes the first.
     local_rank = launch.local_rank if launch.world_size > 1 else 0
@@ -58,6 +79,13 @@ def connect(
     comm.set_patience(timeout)
     try:
         store = open_store(launch, timeout)
+        if ranks is not None and ranks < launch.world_size:
+            if launch.rank >= ranks:
+                wait_for_the_end(store, launch, ranks)
+            _watched = store.clone(), launch.world_size - ranks  # type: ignore[attr-defined]  # not in torch's stubs
+            launch = replace(launch, world_size=ranks)
+            if ranks == 1:
+                return device
         # From here on a rank that fails can tell the others.
         _listener = FailureListener(store.clone(), launch.rank, launch.world_size)  # type: ignore[attr-defined]  # not in torch's stubs
         # Two ranks on one GPU would hang in their first collective.
@@ -104,9 +132,39 @@ def open_store(launch: Launch, timeout: float) -> dist.Store:
         wait_for_workers=False,
         master_listen_fd=listener,
     )
-    # torchrun keeps its store when it restarts the ranks: what the dead ones wrote must not be read.
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    return dist.PrefixStore(f"start{start}", store)
+    if not agent_has_store():
+        return store
+    return dist.PrefixStore(agree_on_start(store, launch, timeout), store)
+
+
+def agree_on_start(store: dist.Store, launch: Launch, timeout: float) -> str:
+    """A name for this start of the ranks, on which they agree through torchrun's store.
+
+    torchrun keeps its store when it starts the ranks again, after a failure or because a node has come or gone: what
+    the ranks of before wrote must not be read. Rank 0 offers a name, the others answer with one of their own, and it
+    begins once it has heard of all. Raises TimeoutError with the ranks that do not come.
+    """
+    own_name = uuid.uuid4().hex
+    if launch.rank == 0:
+        store.set(OFFER, own_name)
+    name = ""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        # An offer of before stands there until the new rank 0 has come.
+        offered = store.get(OFFER).decode() if store.check([OFFER]) else ""
+        if offered and offered != name:
+            name = offered
+            store.set(f"{name} {launch.rank}", own_name)
+        answers = [f"{name} {rank}" for rank in range(launch.world_size)]
+        if launch.rank == 0 and store.check(answers):
+            heard = [store.get(answer).decode() for answer in answers]
+            store.set(f"{name} begins", " ".join(heard))
+        # Ranks of before have begun under their own names.
+        if name and store.check([f"{name} begins"]) and own_name in store.get(f"{name} begins").decode():
+            return name
+        time.sleep(SHORT_POLL_SECONDS)
+    absent = [str(rank) for rank in range(launch.world_size) if not store.check([f"{name} {rank}"])]
+    raise TimeoutError(f"rank {', '.join(absent)} did not come")
 
 
 def wait_for_rank_0(launch: Launch, timeout: float) -> None:
@@ -165,7 +223,33 @@ def disconnect(timeout: float = 10) -> None:
         leaving.join(timeout)
 
 
-def run_ranks(main: Callable[[], int | None]) -> NoReturn:
+def wait_for_the_end(store: dist.Store, launch: Launch, ranks: int) -> NoReturn:
+    """Wait, on a rank that takes no part, until the others end; end with their status."""
+    if launch.rank == ranks:
+        waiting = launch.world_size - ranks
+        print(f"{ranks} of {launch.world_size} ranks share the batch, {waiting} wait", flush=True)
+    status = FAILED_STATUS
+    # A signal is for the others: they save, and this one ends with them.
+    with StopRequest(), suppress(RuntimeError):  # the store is gone, and with it the others
+        wait_until(lambda: store.check([ENDED]) or store.check([FIRST_FAILURE]), math.inf)
+        has_ended = store.check([ENDED])
+        ending = store.get(ENDED if has_ended else FIRST_FAILURE)
+        status = int(ending.split()[0])
+        store.add(RELEASED, 1)
+    exit_at_once(status)
+
+
+def release_those_who_wait(status: int | None) -> None:
+    """Let ranks that take no part end with the status of this run."""
+    if _watched is None or comm.rank() > 0:
+        return
+    store, waiting = _watched
+    store.set(ENDED, str(status or 0))
+    # The store may live in this process.
+    wait_until(lambda: store.add(RELEASED, 0) == waiting, FAREWELL_SECONDS)
+
+
+def run_ranks(main: Callable[[], int | None], resumes: bool = False) -> NoReturn:
     """run_main for a program of one or more processes: whatever happens to one rank, every rank ends.
 
     A rank that fails, before they are connected or after, tells the others why. The others notice, and all end.
@@ -176,13 +260,14 @@ def run_ranks(main: Callable[[], int | None]) -> NoReturn:
             # A file that cannot be opened is bad input, not a fault of the program.
             with os_errors_as_usage_errors():
                 status = main()
+            release_those_who_wait(status)
         except (Exception, KeyboardInterrupt) as error:
             _end_with_the_others(error)
             raise
         disconnect()
         return status
 
-    run_main(guarded)
+    run_main(guarded, resumes)
 
 
 def _end_with_the_others(error: BaseException) -> None:
@@ -192,6 +277,7 @@ def _end_with_the_others(error: BaseException) -> None:
     """
     if _listener:
         _listener.end_this_rank(error)
+    release_those_who_wait(status_of(error))
     if isinstance(error, KeyboardInterrupt):
         return
     launch = read_launch()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils import comm
+from utils.agreement import Vote
 from utils.batch_slots import Slot, SlotRing
 from utils.data_protocol import ChannelStatistics, Dataset, ForcingChannels
 from utils.device import device_module
@@ -54,7 +55,7 @@ class BatchLoader:
     stages: Sequence[tuple[int, int]] = ((0, 1),)
     frames: int = 1
     micro_batches: int = 1
-    voters: dist.ProcessGroup | None = field(default=None, init=False)  # all ranks, where they read what can be lost
+    vote: Vote = field(default_factory=Vote, init=False)  # of all ranks, where they read what can be lost
 
     @property
     def num_samples(self) -> int:
@@ -174,19 +175,11 @@ class BatchLoader:
             except ConnectionLostError as error:
                 lost = error
             # All ranks leave here together, or none.
-            if self._is_so_anywhere(lost is not None):
+            if self.vote(lost is not None):
                 raise next(filter(None, comm.gather(lost)))
             if batch is None:  # every rank has as many
                 return
             yield batch
-
-    def _is_so_anywhere(self, condition: bool) -> bool:
-        """Tell whether a condition holds on any rank: summed on the host, which does not wait for the device."""
-        if self.voters is None:
-            self.voters = comm.new_cpu_group()
-        count = torch.tensor([int(condition)])
-        dist.all_reduce(count, group=self.voters)
-        return count.item() > 0
 
     def _split(self, frames: Tensor, samples: np.ndarray) -> Batch:
         """Input and target of normalised samples (B, n + k, C, h, w) of these numbers."""

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
-from utils.signals import INTERRUPTED_STATUS
+from utils.signals import INTERRUPTED_STATUS, STOPPED_STATUS, StopRequest, StopSignal
 
 USAGE_STATUS = 2  # bad settings or bad input: nothing was started, nothing is lost
 FAILED_STATUS = 1  # the run itself failed (the loss is no longer finite)
-STOPPED_STATUS = 75  # stopped by a signal after saving: the same command continues (EX_TEMPFAIL of sysexits.h)
 
 BROKEN_PIPE_STATUS = 141  # as a shell has it of a program that SIGPIPE ends
 
+LAST_SECONDS = 5  # that a stopped program gives threads of libraries and readers, for which Python waits
 NEAR = 0.75  # of difflib's similarity, from which on a name counts as misspelt
 
 
@@ -32,6 +32,14 @@ class LayoutError(UsageError, ValueError):
 
 class ConnectionLostError(Exception):
     """A store of data that is elsewhere no longer answers. Whoever repeats the command later may find it again."""
+
+
+class NotEnoughRanksError(ConnectionLostError):
+    """Too few ranks are there to go on. Whoever repeats the command later may find more."""
+
+
+class StoppedError(Exception):
+    """All ranks know that one was asked to stop, and leave together what can be made up later."""
 
 
 class NonFiniteLossError(Exception):
@@ -119,9 +127,11 @@ def first_line(error: BaseException) -> str:
 
 def status_of(error: BaseException) -> int:
     """The exit status of a program that ends with an error."""
+    if isinstance(error, KeyboardInterrupt):
+        return getattr(error, "status", INTERRUPTED_STATUS)
     if isinstance(error, UsageError):
         return USAGE_STATUS
-    # Lost data come back, so the same command can go on later.
+    # Lost data and lost nodes come back, so the same command can go on later.
     return STOPPED_STATUS if isinstance(error, ConnectionLostError) else FAILED_STATUS
 
 
@@ -152,21 +162,27 @@ def leave_for_torchrun(message: str) -> None:
             json.dump({"message": answer}, opened)
 
 
-def run_main(main: Callable[[], int | None]) -> NoReturn:
+def run_main(main: Callable[[], int | None], resumes: bool = False) -> NoReturn:
     """Call main() and exit with its status (None is 0); an error that is expected exits with status_of it.
 
-    A process that dies of SIGBUS or SIGSEGV prints its stacks first.
+    A process that dies of SIGBUS or SIGSEGV prints its stacks first. A stop signal ends main() with a line, where main
+    does not look after signals itself. resumes: the same command then goes on with what is there already.
     """
     if sys.stderr is None:  # closed: what is said goes nowhere, and all else goes on
         sys.stderr = open(os.devnull, "w")
     # A crash in native code then shows where Python was.
     faulthandler.enable(sys.__stderr__ or sys.stderr)
+    request = StopRequest(raises=True, resumes=resumes, last_seconds=LAST_SECONDS)
     try:
-        with os_errors_as_usage_errors():
+        with request, os_errors_as_usage_errors():
             status = main()
     except (UsageError, ConnectionLostError, NonFiniteLossError) as error:
         print_error(str(error))
         status = status_of(error)
+    except StopSignal as stop:
+        request.told = True
+        print_error(str(stop))
+        status = status_of(stop)
     except KeyboardInterrupt:
         status = INTERRUPTED_STATUS
     except BrokenPipeError:  # whoever read the output has had enough, as `| head -1` has

@@ -21,7 +21,7 @@ from utils.errors import UsageError, first_line
 
 log = logging.getLogger(__name__)
 HEADER = struct.Struct("<8sIQ")  # name of the format, CRC-32 and length of what follows
-FORMAT = b"chunk 1\n"
+FORMAT = b"chunk 2\n"  # what bears an older number may be a page that a proxy gave in place of a chunk
 TOTAL = struct.Struct("<Q")
 FILLED = 0.9  # of the bound, after something was removed: to look at every file costs time
 ABANDONED_SECONDS = 3600  # after which a file that was never renamed belongs to a process that is gone
@@ -64,6 +64,10 @@ class NodeCache:
         # A disk that lost power may have the name of a file and not its content.
         path.unlink(missing_ok=True)
         return None
+
+    def drop(self, name: str) -> None:
+        """Keep the bytes under a name no longer: they are whole, and not what was wanted."""
+        self._path(name).unlink(missing_ok=True)
 
     def put(self, name: str, content: bytes | memoryview) -> None:
         """Keep bytes under a name, if they fit. A full disk is said once, in the log, and is no error."""

@@ -109,7 +109,8 @@ class FailureListener:
         if own_error and message.partition(": ")[2] != own_error:
             print_error(f"rank {self.rank}: {own_error}")
         elif message == LOST:
-            print_error(f"rank {self.rank} ends because of {message}")
+            why = "torchrun has been killed" if agent_has_store() else f"of {message}"
+            print_error(f"rank {self.rank} ends because {why}")
         else:
             leave_for_torchrun(message)
         self._wait_for_others()

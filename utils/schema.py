@@ -3,10 +3,11 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from utils.choices import LOSSES, OPTIMIZERS, LossKind, OptimizerKind, choose
 from utils.layout import ORDER, Layout, tile_counts
 
 MOST = 2**31 - 1
@@ -27,6 +28,12 @@ Members = Annotated[int, Field(ge=1, le=1024)]
 Frames = Annotated[int, Field(ge=1, le=64)]
 Stage = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 Method = Literal["gather", "ring", "all_to_all"]
+if TYPE_CHECKING:
+    OptimizerName: TypeAlias = str
+    LossName: TypeAlias = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
+    LossName = Literal[tuple(LOSSES)]
 TIMED_FORCINGS = ("hour", "day")  # the local hour, the day of the year: a cosine and a sine of each
 
 Affects = Literal["model", "result", "training", "layout", "speed", "nothing"]
@@ -37,7 +44,7 @@ def spell_optimizer(name: Any) -> Any:
     """The name of an optimizer as the schema has it: muon -> Muon. Anything else stays as it is."""
     if not isinstance(name, str):
         return name
-    names = {"adam": "Adam", "adamw": "AdamW", "muon": "Muon"}
+    names = {known.lower(): known for known in OPTIMIZERS}
     return names.get(name.lower(), name)
 
 
@@ -125,10 +132,11 @@ class Config(BaseModel):
     global_batch_size: PositiveInt = key("samples of one optimizer step, over all devices")
     local_batch_size: PositiveInt | None = key("samples of one step on one device; sets global_batch_size", None)
     num_iters: PositiveInt = key("optimizer steps of the whole run")
-    optimizer: Annotated[Literal["Adam", "AdamW", "Muon"], BeforeValidator(spell_optimizer)] = key(
+    optimizer: Annotated[OptimizerName, BeforeValidator(spell_optimizer)] = key(
         "Adam, AdamW, or Muon for the matrices of hidden layers and AdamW for the rest"
     )
     gradient_accumulation: PositiveInt = key("micro-batches of one optimizer step on each device", 1, "layout")
+    micro_batch_size: PositiveInt | None = key("elastic: at most; null: that of the first start", None, "layout")
     lr: PositiveFloat = key("peak learning rate, of base_batch_size where it is scaled")
     lr_scaling: Literal["none", "linear", "sqrt"] = key("how lr grows with global_batch_size / base_batch_size", "none")
     base_batch_size: PositiveInt | None = key("global batch for which lr was chosen", None)
@@ -160,7 +168,7 @@ class Config(BaseModel):
         "weights that are not trained, by names: ['backbone.*']; '!*lora*': but these", [], "training"
     )
     seed: NonNegativeInt = key("seed of weights, sample order and dropout", 0)
-    loss: Literal["relative_l2", "squared_error", "crps"] = key(
+    loss: LossName = key(
         "of forecasts: of whole images, of channels and points by their weights, or that of an ensemble",
         "relative_l2",
         "training",
@@ -179,6 +187,7 @@ class Config(BaseModel):
     rollout_steps: Steps = key("steps of a forecast to train over, each from the one before", 1, "training")
     rollout_schedule: list[Stage] = key("later rollout_steps: [600, 2] [900, 4]: 2 from 600 on, then 4", [], "training")
 
+    elastic: bool = key("ranks may come and go: those that cannot share the batch equally wait", False, "layout")
     comm_timeout: Seconds = key("seconds after which a rank that waits for another gives up", 600, "nothing")
     watchdog_timeout: Seconds = key("seconds without a finished step after which the run ends", 1800, "nothing")
 
@@ -252,6 +261,16 @@ class Config(BaseModel):
         return self.noise_features if self.ensemble_size > 1 else 0
 
     @property
+    def optimizer_kind(self) -> OptimizerKind:
+        """What the program must know of the optimizer."""
+        return choose("optimizer", self.optimizer, OPTIMIZERS)
+
+    @property
+    def loss_kind(self) -> LossKind:
+        """What the program must know of the loss."""
+        return choose("loss", self.loss, LOSSES)
+
+    @property
     def rollout_stages(self) -> tuple[tuple[int, int], ...]:
         """(first iteration, steps of the forecasts), in order, for every stage that num_iters reaches."""
         # A stage that begins after the last iteration is no stage of this run.
@@ -279,14 +298,25 @@ class Config(BaseModel):
         fields: Any = dataclasses.fields(kind)  # type: ignore[arg-type]  # a dataclass, which has no type of its own
         return kind(**{field.name: getattr(self, field.name) for field in fields})
 
+    def _split_sizes(self) -> tuple[tuple[int, int, int], tuple[int, int], int]:
+        """Ranks that share a model and its samples: (tp, cp, pp), along each axis of an image, and of an ensemble."""
+        sizes = self.tensor_parallel, self.context_parallel, self.pipeline_parallel
+        rows, columns = tile_counts(self.domain_parallel)
+        return sizes, (rows, columns), self.ensemble_parallel
+
+    @property
+    def smallest_layout(self) -> Layout:
+        """The layout without data parallelism."""
+        sizes, domain, ens = self._split_sizes()
+        ranks = math.prod((*sizes, *domain, ens))
+        return Layout(ranks, *sizes, order=self.parallel_order, domain=domain, ens=ens)
+
     def layout(self, world_size: int, ranks_per_node: int | None = None) -> Layout:
         """How these ranks are split. Raises UsageError where the numbers do not fit.
 
         ranks_per_node: hsdp shards the parameters inside a node, unless dp_shard says otherwise.
         """
-        sizes = self.tensor_parallel, self.context_parallel, self.pipeline_parallel
-        domain = tile_counts(self.domain_parallel)
-        ens = self.ensemble_parallel
+        sizes, domain, ens = self._split_sizes()
         whole = Layout(world_size, *sizes, order=self.parallel_order, domain=domain, ens=ens)
         if self.data_parallel != "hsdp":
             return whole

@@ -7,15 +7,19 @@ Reading a file and decoding zstd and blosc release Python's lock.
 import itertools
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import google_crc32c
 import numpy as np
+from numcodecs import Blosc
 
-from utils.errors import UsageError
+from utils.errors import UsageError, first_line
 from weather.chunk_sources import ChunkSource, Place, ThreadBuffers
 from weather.zarr_layout import CHECKSUM_BYTES, ChunkLayout, Coords, Part
 
 NEVER_WRITTEN = 2**64 - 1  # offset and length, in a shard's index, of a chunk that is not there
+LONGEST_OBJECT = 2**50  # bytes, which no shard has
+BLOSC_HEADER = 16  # bytes, of which the last four are the length of header and content
 MARK = b"\x5a\xa5\xc0\x7f"  # a NaN that nobody writes
 
 
@@ -72,14 +76,15 @@ class ChunkReader:
                 self._read_stored(part, out[part.target])
             return
         # All are asked for before the first is decoded: of a store that is elsewhere, they are on their way at once.
+        # Bytes that cannot be decoded are no chunk: a source may ask for them again.
         places = [self._place(part.coords) for part in parts]
-        payloads = self.source.read_all(places)
+        uses = [partial(self._decode, part, out[part.target]) for part in parts]
+        done = self.source.read_all(places, uses)
         for part in parts:
             try:
-                payload = next(payloads)
+                next(done)
             except FileNotFoundError:
                 raise self._never_written(part.coords) from None
-            self._decode(payload, part, out[part.target])
 
     def _read_stored(self, part: Part, target: np.ndarray) -> None:
         """Fill a target with its part of a chunk that is stored as it is, piece by piece: each one read."""
@@ -118,27 +123,33 @@ class ChunkReader:
         """Tell whether the bytes of a chunk can be put where they are wanted."""
         return target.dtype == self.layout.dtype and target.flags.c_contiguous
 
-    def _decode(self, payload: memoryview, part: Part, target: np.ndarray) -> None:
-        """Fill a target with its part of an encoded chunk."""
+    def _decode(self, part: Part, target: np.ndarray, payload: memoryview) -> None:
+        """Fill a target with its part of an encoded chunk. Raises ValueError, naming the chunk, for what is none."""
         # A chunk at the end of the array is stored whole, and only its first part is in the array.
         is_whole = target.shape == self.layout.chunk
-        if is_whole and self._is_as_stored(target):
-            self._decode_into(payload, target)
-            return
-        chunk = self._buffer(self.layout.chunk)
-        self._decode_into(payload, chunk)
-        target[...] = chunk[part.inside]
+        is_direct = is_whole and self._is_as_stored(target)
+        chunk = target if is_direct else self._buffer(self.layout.chunk)
+        try:
+            self._decode_into(payload, chunk)
+        except Exception as error:  # each codec has its own
+            name = ".".join(map(str, part.coords))
+            what = f"{len(payload)} bytes, which are no chunk of {chunk.nbytes}"
+            raise ValueError(f"chunk {name} of '{self.layout.path}' has {what}: {first_line(error)}") from error
+        if not is_direct:
+            target[...] = chunk[part.inside]
 
     def _decode_into(self, payload: memoryview, chunk: np.ndarray) -> None:
-        """Decode a whole chunk. Raises ValueError where it holds another number of values."""
+        """Decode a whole chunk. Raises ValueError for another number of values, and what codecs raise."""
         out = _bytes_of(chunk)
         codecs = self.layout.codecs or []
         # Not compressed, and from a source that gives whole objects.
         if not codecs:
             if len(payload) != len(out):
-                raise EOFError("the file was truncated")
+                raise ValueError("it is stored as it is, and has another length")
             out[:] = payload
             return
+        if isinstance(codecs[0], Blosc):
+            check_blosc(payload)
         for codec in codecs[:-1]:
             payload = codec.decode(payload)
         # A codec does not say how much it wrote: a chunk that holds too little leaves the mark.
@@ -146,7 +157,7 @@ class ChunkReader:
         out[-len(mark) :] = mark
         codecs[-1].decode(payload, out=out)
         if out[-len(mark) :] == mark:
-            raise ValueError("a chunk holds fewer values than its shape needs")
+            raise ValueError("it holds fewer values")
 
     def _buffer(self, shape: tuple[int, ...]) -> np.ndarray:
         """An array for numbers as they are stored, valid until the thread asks again."""
@@ -177,20 +188,41 @@ class ChunkReader:
         key = self.layout.key(coords)
         length = self.layout.index_bytes
         place = Place(key, -length if shards.index_at_end else 0, length)
-        data = bytes(next(self.source.read_all([place])))
-        if shards.has_checksum:
-            stored = int.from_bytes(data[-CHECKSUM_BYTES:], "little")
-            data = data[:-CHECKSUM_BYTES]
-            if google_crc32c.value(data) != stored:
-                raise ValueError(f"the index of shard {key} is damaged")
-        index = np.frombuffer(data, "<u8").reshape(*self.layout.chunks_in_object, 2)
-        self.indexes[coords] = index
-        return index
+
+        def keep(data: memoryview) -> None:
+            pairs = parse_index(bytes(data), shards.has_checksum, key)
+            self.indexes[coords] = pairs.reshape(*self.layout.chunks_in_object, 2)
+
+        next(self.source.read_all([place], [keep]))
+        return self.indexes[coords]
 
     def _never_written(self, coords: Coords) -> UsageError:
         name = ".".join(map(str, coords))
         what = f"chunk {name} of '{self.layout.path}' was never written: the store was not finished"
         return UsageError(f"{self.store}: {what}")
+
+
+def parse_index(data: bytes, has_checksum: bool, key: str) -> np.ndarray:
+    """The index of a shard, (chunks, 2) uint64: offset and length. Raises ValueError for bytes that are none."""
+    if has_checksum:
+        stored = int.from_bytes(data[-CHECKSUM_BYTES:], "little")
+        data = data[:-CHECKSUM_BYTES]
+        if google_crc32c.value(data) != stored:
+            raise ValueError(f"the index of shard {key} is damaged")
+    pairs = np.frombuffer(data, "<u8").reshape(-1, 2)
+    # Without a checksum, any text would be an index of enormous numbers.
+    is_written = (pairs != NEVER_WRITTEN).any(1)
+    written = pairs[is_written]
+    if (written >= LONGEST_OBJECT).any() or (written[:, 1] == 0).any():
+        raise ValueError(f"the index of shard {key} is damaged")
+    return pairs
+
+
+def check_blosc(payload: bytes | memoryview) -> None:
+    """Raise ValueError where bytes are fewer than the header of blosc says: the library would read beyond their end."""
+    stated = int.from_bytes(payload[BLOSC_HEADER - 4 : BLOSC_HEADER], "little")
+    if len(payload) < max(stated, BLOSC_HEADER):
+        raise ValueError(f"blosc's header says {stated} bytes")
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -17,13 +17,24 @@ class Place(NamedTuple):
     length: int | None = None
 
 
+# What is done with the bytes at a place: they are decoded. It raises where they cannot be what was asked for.
+Use = Callable[[memoryview], None]
+
+
+def take_any(content: memoryview) -> None:
+    """The use of bytes that may be anything."""
+
+
 class ChunkSource(Protocol):
     """A store, as weather/chunk_reader.py reads it."""
 
     is_local: bool  # a read costs little; and a part of an object is read without the rest of it
 
-    def read_all(self, places: Sequence[Place]) -> Iterator[memoryview]:
-        """The bytes at these places, in order, each valid until the next is taken. Raises FileNotFoundError."""
+    def read_all(self, places: Sequence[Place], uses: Sequence[Use]) -> Iterator[None]:
+        """Read the bytes at these places, and give each to its use, in any thread; yields as each is done, in order.
+
+        Raises FileNotFoundError, and what a use raises.
+        """
 
     def read_into(self, key: str, first: int, out: memoryview) -> None:
         """Fill `out` from a position in an object on. Raises FileNotFoundError, and EOFError at the object's end."""
@@ -57,9 +68,9 @@ class LocalChunks:
         self.folder = folder
         self.buffers = ThreadBuffers()
 
-    def read_all(self, places: Sequence[Place]) -> Iterator[memoryview]:
+    def read_all(self, places: Sequence[Place], uses: Sequence[Use]) -> Iterator[None]:
         """As ChunkSource says, one after the other."""
-        for key, first, length in places:
+        for (key, first, length), use in zip(places, uses, strict=True):
             with open(self.folder / key, "rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
                 # A place that is counted from the end: the index of a shard.
@@ -67,7 +78,8 @@ class LocalChunks:
                 wanted = size - begin if length is None else length
                 view = self.buffers.take("encoded", wanted)
                 fill(file.fileno(), begin, view)
-            yield view
+            use(view)
+            yield
 
     def read_into(self, key: str, first: int, out: memoryview) -> None:
         """As ChunkSource says: straight from the file."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from tqdm import tqdm
 
+from utils.choices import choose
 from utils.errors import UsageError
 from weather.channels import channel_key
 from weather.dataset import FieldDataset
@@ -138,7 +139,7 @@ class DataCheck:
         part: tuple[int, int] = (0, 1),
     ):
         self.mode = mode
-        self.looks_at_all = mode == "all"
+        self.looks_at_all = choose("check_data", mode, {"sample": False, "all": True})
         self.checked = [CheckedDataset(dataset, self.looks_at_all) for dataset in datasets]
         sampled = sampled_looks(datasets)
         everything = all_looks(datasets) if self.looks_at_all else sampled

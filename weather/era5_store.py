@@ -17,6 +17,7 @@ from weather.source_attributes import check_packing, check_stated_range
 SHOWN = 12  # names and levels in a message
 REGION = "; python -m weather.prepare_data makes data of a region"
 Part = tuple[Field, list[int]]  # a variable, and the indices of the levels that are wanted of it
+OF_VARIABLES = ("variable", "variables", "channel", "channels", "feature", "features", "param")  # as a dimension
 
 
 class Store:
@@ -237,9 +238,14 @@ def describe_stores(stores: Sequence[Store]) -> str:
     axes = _listed(list(dict.fromkeys(dimensions)))
     heights = _listed(list(dict.fromkeys(levels)))
     at_levels = f", levels {heights} hPa" if levels else ""
+    of_variables = [one for one in dict.fromkeys(dimensions) if one.lower() in OF_VARIABLES]
+    remedy = (
+        f": make its {of_variables[0]} variables (xarray: to_dataset(dim='{of_variables[0]}'))" if of_variables else ""
+    )
     first = min(store.times[0] for store in stores)
     last = max(store.times[-1] for store in stores)
-    return f"{stores[0].address} holds {listed} [{axes}]{at_levels}, {minute(first)} to {minute(last)}"
+    held = f"{stores[0].address} holds {listed} [{axes}]{at_levels}, {minute(first)} to {minute(last)}"
+    return held + remedy
 
 
 def _as_source(address: str, opened: xarray.Dataset | Source | None) -> Source:

@@ -11,13 +11,16 @@ from typing import Any
 import numpy as np
 import xarray
 import zarr
+from zarr.abc.store import ByteRequest
 from zarr.abc.store import Store as ZarrStore
+from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 from zarr.storage import LocalStore, WrapperStore
 
 from utils.errors import UsageError
 from weather.chunk_reader import ChunkReader
 from weather.chunk_sources import LocalChunks
 from weather.era5_source import Selection, Source
+from weather.file_formats import describe_point_list
 from weather.remote_store import RemoteObjects, RemoteOptions
 from weather.remote_zarr import RemoteZarrStore
 from weather.zarr_layout import chunk_layout
@@ -36,11 +39,11 @@ class WrittenChunks(WrapperStore[ZarrStore]):
     async def get(
         self,
         key: str,
-        prototype: Any,
-        byte_range: Any = None,
-    ) -> Any:
+        prototype: BufferPrototype | None = None,
+        byte_range: ByteRequest | None = None,
+    ) -> Buffer | None:
         """The bytes of a key. Raises UsageError if they are a chunk that was never written."""
-        value = await super().get(key, prototype, byte_range)
+        value = await super().get(key, prototype or default_buffer_prototype(), byte_range)
         # A key is the name of an array and the place of a chunk: u10/c/0/0 or u10/0.0.
         array, _, rest = key.partition("/")
         is_guarded = array in self.guarded and rest not in METADATA
@@ -58,14 +61,17 @@ def open_zarr_source(address: str, opened_store: ZarrStore | None = None) -> Sou
     store = WrittenChunks(opened_store or _open_store(address), address)
     # Consolidated metadata may be older than the store. A remote store is slow to list, or cannot be listed.
     consolidated = None if is_remote else False
+    group = zarr.open_group(store, mode="r", use_consolidated=consolidated)
+    arrays = dict(group.arrays())
+    is_else = describe_point_list({name: array.shape for name, array in arrays.items()})
+    if is_else:
+        raise UsageError(f"{address}: {is_else}")
     opened = xarray.open_zarr(
         store,
         chunks=None,
         decode_cf=False,
         consolidated=consolidated,
     )
-    group = zarr.open_group(store, mode="r", use_consolidated=consolidated)
-    arrays = dict(group.arrays())
 
     # Zeros that are values, and arrays whose missing chunks would be read as values.
     variables = {}

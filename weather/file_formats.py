@@ -1,4 +1,6 @@
-"""What a file is that is not what was asked for, told by its first bytes: an archive, a page of a server, a PDF."""
+"""What a file or a store is that is not what was asked for: an archive, a page of a server, a list of points."""
+
+from collections.abc import Mapping, Sequence
 
 ARCHIVE = "unpack it and give the files inside"
 SIGNATURES = {
@@ -19,6 +21,22 @@ TAR_PLACE = 257  # of the word "ustar" in a tar archive
 BEGINNING_BYTES = 512  # that tell a file of every kind named here
 ANSWERS = ("{", "[", "<")  # JSON, HTML, XML: what a server sends in place of a file
 SHOWN = 60  # bytes of a file in a message
+
+
+def describe_point_list(shapes: Mapping[str, Sequence[int]]) -> str:
+    """What a store is that anemoi-datasets has made, as the end of a message; "" for any other.
+
+    shapes: {name of an array: its shape}. Such a store has one array of fields, [time, variable, ensemble, cell].
+    """
+    fields = shapes.get("data", ())
+    points = [tuple(shapes.get(name, ())) for name in ("latitudes", "longitudes")]
+    if len(fields) != 4 or any(shape != (fields[-1],) for shape in points):
+        return ""
+    return (
+        f"it is a store of anemoi-datasets: one array, data {list(fields)}, in which variables are a dimension, on a "
+        f"list of {fields[-1]} points, not on a grid: give the data that it was made of, or regrid them "
+        "(earthkit-regrid) to latitudes and longitudes, a variable each"
+    )
 
 
 def describe_file(beginning: bytes) -> str:

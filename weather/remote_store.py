@@ -2,7 +2,8 @@
 
 fsspec speaks to the servers. A chunk that was fetched stays in a cache on the node's own disk (utils/node_cache.py),
 for all of its processes; zarr's own caches belong to one process each, and those of fsspec have no bound. A server that
-does not answer is asked again for a while, with growing pauses; then a ConnectionLostError says which object it was.
+does not answer, or answers with something else, such as a page to sign in, is asked again for a while, with growing
+pauses; then a ConnectionLostError says which object it was. Only what could be decoded is kept.
 """
 
 import logging
@@ -17,7 +18,8 @@ from typing import Any
 
 from utils.errors import ArgumentParser, ConnectionLostError, UsageError, first_line, float_in_range, int_in_range
 from utils.node_cache import NodeCache
-from weather.chunk_sources import Place
+from utils.signals import stop_asked
+from weather.chunk_sources import Place, Use, take_any
 
 log = logging.getLogger(__name__)
 IN_FLIGHT = 16  # requests of a process to one store at a time
@@ -30,6 +32,8 @@ METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
 INSTALL = "pip install -r requirements/era5.txt"
 TEMPORARY_STATUS = (408, 425, 429)  # of HTTP, besides 500 and more: ask again
 NO_ACCESS_STATUS = (401, 403)
+BAD = "bad answer"
+SHOWN = 60  # bytes of a page in place of a chunk
 # Errors of a program, and not of a line.
 PERMANENT = (TypeError, ValueError, LookupError, AttributeError, ImportError, NotImplementedError, ArithmeticError)
 # Public buckets need no account; whoever has one names it in one of these variables.
@@ -66,6 +70,10 @@ def add_remote_options(parser: ArgumentParser) -> None:
     option("--retry_seconds", type=int_in_range(1, 10**6), default=usual.retry_seconds, help=patience)
 
 
+class BadAnswerError(Exception):
+    """A server gave other bytes than those that were asked for."""
+
+
 class RemoteObjects:
     """The objects below an address, a ChunkSource. Several threads may read at a time.
 
@@ -85,34 +93,65 @@ class RemoteObjects:
         self.lost_since: float | None = None
         self.answered_at = -math.inf
 
-    def read_all(self, places: Sequence[Place]) -> Iterator[memoryview]:
-        """The bytes at these places, in order, requested at once. Raises as `fetch` does."""
+    def read_all(self, places: Sequence[Place], uses: Sequence[Use]) -> Iterator[None]:
+        """As ChunkSource says; all are requested at once. Raises as `fetch` does."""
         if len(places) == 1:
-            yield self.fetch(places[0])
+            self.fetch(places[0], uses[0])
+            yield
             return
-        yield from self.pool.map(self.fetch, places)
+        fetches = [self.pool.submit(self.fetch, *each) for each in zip(places, uses, strict=True)]
+        try:
+            for fetch in fetches:
+                fetch.result()
+                yield
+        finally:
+            # Left early: no thread may still write where its use does.
+            for fetch in fetches:
+                fetch.cancel() or fetch.exception()
 
     def read_into(self, key: str, first: int, out: memoryview) -> None:
         """Fill `out` from a position in an object on."""
-        out[:] = self.fetch(Place(key, first, len(out)))
 
-    def fetch(self, place: Place) -> memoryview:
-        """The bytes at a place, from the cache if they are there.
+        def copy(content: memoryview) -> None:
+            out[:] = content
 
-        Raises FileNotFoundError for an object that does not exist, UsageError where the server refuses to give it, and
-        ConnectionLostError where none answers for `retry_seconds`.
+        self.fetch(Place(key, first, len(out)), copy)
+
+    def fetch(self, place: Place, use: Use = take_any, check: Use = take_any) -> memoryview:
+        """The bytes at a place, from the cache if they are there, after they were given to their use.
+
+        check: a use of what the server sends alone: what is kept has passed it. What a use refuses is a bad answer: it
+        is not kept, and asked for again. Raises FileNotFoundError for an object that does not exist, UsageError where
+        the server refuses to give it, and ConnectionLostError where no good answer comes for `retry_seconds`.
         """
+
+        def use_first(content: memoryview) -> None:
+            check(content)
+            use(content)
+
         is_metadata = place.key.rpartition("/")[2] in METADATA
         if self.cache is None or is_metadata:  # metadata may change, when years are added to a store
-            return memoryview(self._fetch_patiently(place))
+            return self._fetch_patiently(place, use_first)
         name = f"{self.address}/{place.key} {place.first} {place.length}"
-        content = self.cache.get(name)
+        content = self._use_kept(self.cache, name, use)
         if content is None:
             with self.cache.alone(name):
-                content = self.cache.get(name)  # another process has fetched it meanwhile
+                content = self._use_kept(self.cache, name, use)  # another process has fetched it meanwhile
                 if content is None:
-                    content = memoryview(self._fetch_patiently(place))
+                    content = self._fetch_patiently(place, use_first)
                     self.cache.put(name, content)
+        return content
+
+    def _use_kept(self, cache: NodeCache, name: str, use: Use) -> memoryview | None:
+        """The bytes under a name in the cache, after their use; None, and no more there, where that refuses them."""
+        content = cache.get(name)
+        if content is None:
+            return None
+        try:
+            use(content)
+        except Exception:  # each codec has its own
+            cache.drop(name)
+            return None
         return content
 
     def names(self, prefix: str) -> set[str] | None:
@@ -136,15 +175,16 @@ class RemoteObjects:
             return []
         return [name.rstrip("/").rpartition("/")[2] for name in found]
 
-    def _fetch_patiently(self, place: Place) -> bytes:
-        """Fetch, again and again while the server does not answer."""
+    def _fetch_patiently(self, place: Place, use: Use) -> memoryview:
+        """Fetch and use, again and again while the server does not answer, or not with what was asked for."""
         patience = self.options.retry_seconds
         began = time.monotonic()
         pause = FIRST_PAUSE
         while True:
             asked_at = time.monotonic()
             try:
-                data = self._fetch_once(place)
+                data = memoryview(self._fetch_once(place))
+                _use_answer(data, use)
             except Exception as error:
                 reason = self._temporary_reason(error, place)
             else:
@@ -153,10 +193,13 @@ class RemoteObjects:
             lost_since = self._note_silence(reason, asked_at)
             # All requests of one outage end together: those that begin in the middle of it do not wait as long.
             deadline = min(began, lost_since) + patience
-            if time.monotonic() + pause > deadline:
-                what = f"{self.address}: lost at {place.key}: no answer for {patience} s ({reason})"
+            is_too_late = time.monotonic() + pause > deadline
+            # A scheduler that asks to stop does not wait as long.
+            if is_too_late or stop_asked.wait(pause):
+                got = "no good answer" if reason.startswith(BAD) else "no answer"
+                end = f"for {patience} s" if is_too_late else "until a signal asked to stop"
+                what = f"{self.address}: lost at {place.key}: {got} {end} ({reason})"
                 raise ConnectionLostError(f"{what}; repeat the command to resume")
-            time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _note_silence(self, reason: str, asked_at: float) -> float:
@@ -206,6 +249,8 @@ class RemoteObjects:
         """What is wrong with a line, in words. Raises what asking again does not mend."""
         if isinstance(error, FileNotFoundError):
             raise error
+        if isinstance(error, BadAnswerError):
+            return str(error)
         stated = str(getattr(error, "status", None) or getattr(error, "code", None))
         status = int(stated) if stated.isdecimal() else None
         reason = first_line(error)
@@ -216,6 +261,16 @@ class RemoteObjects:
         if is_refused or isinstance(error, PERMANENT):
             raise UsageError(f"{self.address}: {place.key} cannot be read: {reason}") from error
         return reason
+
+
+def _use_answer(data: memoryview, use: Use) -> None:
+    """Give what a server sent to its use. Raises BadAnswerError for what that refuses."""
+    try:
+        use(data)
+    except Exception as error:  # each codec has its own
+        beginning = bytes(data[:SHOWN]).lstrip()
+        page = f", a page: {beginning.decode(errors='replace')}" if beginning.startswith(b"<") else ""
+        raise BadAnswerError(f"{BAD}: {first_line(error)}{page}") from error
 
 
 def _file_system(address: str) -> tuple[Any, str]:

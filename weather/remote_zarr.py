@@ -3,12 +3,14 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator, Iterable
+from functools import partial
 from typing import Any, NoReturn
 
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
-from zarr.core.buffer import Buffer, BufferPrototype
+from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 
 from utils.errors import UsageError
+from weather.answer_check import AnswerCheck
 from weather.chunk_sources import Place
 from weather.remote_store import METADATA, UNLISTED, RemoteObjects
 
@@ -30,6 +32,7 @@ class RemoteZarrStore(Store):
         super().__init__(read_only=True)
         self.objects = objects
         self.denied = ""
+        self.check = AnswerCheck()
 
     @property
     def supports_listing(self) -> bool:
@@ -39,14 +42,14 @@ class RemoteZarrStore(Store):
     async def get(
         self,
         key: str,
-        prototype: BufferPrototype,
+        prototype: BufferPrototype | None = None,
         byte_range: ByteRequest | None = None,
     ) -> Buffer | None:
         """The bytes of an object, None where there is none. Raises UsageError for a chunk of fields that is missing."""
         loop = asyncio.get_running_loop()
         # A request waits in a thread of its own, so that zarr's loop can begin the next ones.
         try:
-            data = await loop.run_in_executor(self.objects.pool, self.objects.fetch, _place(key, byte_range))
+            data = await loop.run_in_executor(self.objects.pool, self._fetch, _place(key, byte_range))
         except FileNotFoundError:
             # zarr looks for metadata of both of its formats: that some are not there says nothing.
             chunk = FIELD_CHUNK.fullmatch(key)
@@ -61,7 +64,7 @@ class RemoteZarrStore(Store):
             # Whoever opens the store tells, if nothing else is found.
             self.denied = self.denied or str(error)
             return None
-        return prototype.buffer.from_bytes(bytes(data))
+        return (prototype or default_buffer_prototype()).buffer.from_bytes(bytes(data))
 
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
@@ -73,10 +76,13 @@ class RemoteZarrStore(Store):
     async def exists(self, key: str) -> bool:
         """Tell whether there is an object."""
         try:
-            await asyncio.to_thread(self.objects.fetch, _place(key, None))
+            await asyncio.to_thread(self._fetch, _place(key, None))
         except FileNotFoundError:
             return False
         return True
+
+    def _fetch(self, place: Place) -> memoryview:
+        return self.objects.fetch(place, check=partial(self.check, place))
 
     async def list(self) -> AsyncIterator[str]:
         """The names of all objects."""

@@ -66,4 +66,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, resumes=True)

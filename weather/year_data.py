@@ -16,6 +16,7 @@ import numpy as np
 from utils.errors import UsageError, reading
 from weather.channels import QUANTITIES, are_same_units, channel_key
 from weather.coordinates import check_dimensions, read_grid
+from weather.file_formats import describe_point_list
 from weather.grid import Grid
 from weather.packing import check_unpacked
 from weather.stored_arrays import dimension_names, get_array, shape_of
@@ -127,9 +128,12 @@ class YearFile(ABC):
 
     def _list_others(self) -> str:
         """The arrays that may be the fields under another name, as the end of a message."""
+        shapes = {name: shape_of(array) for name, array in self.arrays.items()}
+        is_else = describe_point_list({name: shape for name, shape in shapes.items() if shape is not None})
+        if is_else:
+            return f": {is_else}"
         found = []
-        for name, array in self.arrays.items():
-            shape = shape_of(array)
+        for name, shape in shapes.items():
             if shape is not None and len(shape) == 4:
                 found.append(f"{name} {shape}")
         return f", it holds {', '.join(found)}: rename it to '{DATASET}'" if found else ""

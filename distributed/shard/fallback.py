@@ -8,6 +8,7 @@ Where all of them are whole on every rank already, nothing is gathered, and the 
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from distributed.shard.calls import name_of
 from distributed.shard.guards import SEES_PARTS
 from distributed.shard.operands import check_writable, replicate, scale_grad_by_replicas, to_spec
 from distributed.shard.spec import Mesh, Spec
-from distributed.shard.tensor import ShardTensor, dispatch, local, made_whole, wrap
+from distributed.shard.tensor import ShardTensor, dispatch, local, made_whole, no_rule, wrap
 from utils.torch_private import storage_id
 
 FALLBACKS = "error", "gather"
@@ -38,6 +39,7 @@ OF_MEMORY = {
     "backward",
     "grad",
 }
+RESIZED = "it gives its argument another shape, which the parts cannot follow"
 calls: Counter[str] = Counter()  # of each operation since set_fallback
 gathered: Counter[str] = Counter()  # bytes of the whole tensors that they were computed on
 
@@ -50,6 +52,7 @@ def set_fallback(fallback: str) -> None:
     calls.clear()
     gathered.clear()
     made_whole.clear()
+    shard_tensor.computes_on_whole = fallback == "gather"
     shard_tensor.on_refusal = on_whole_tensors if fallback == "gather" else where_whole
 
 
@@ -101,15 +104,15 @@ def on_whole_tensors(
     """
     leaves, structure = tree_flatten((tuple(args), kwargs))
     given = [x for x in leaves if isinstance(x, ShardTensor)]
-    is_of_memory = func in SEES_PARTS or getattr(func, "__name__", "") in OF_MEMORY
-    if not given or any(map(_is_sparse_with_grad, leaves)) or is_of_memory:
-        raise refusal
+    why = _why_not_gathered(func, leaves)
+    refuse = partial(_refusal, refusal, func, args, kwargs)
+    if why or not given:
+        raise refuse(why)
 
     mesh = given[0].spec.mesh
     wholes = _gather_all(leaves, mesh)
     name = name_of(func)
-    if not torch.compiler.is_compiling():
-        _count(name, leaves, wholes)
+    _count(name, leaves, wholes)
     tensors = []  # (argument, its whole, the version of this before the call)
     for x, w in zip(leaves, wholes, strict=True):
         if isinstance(w, Tensor):
@@ -118,9 +121,8 @@ def on_whole_tensors(
     # torch counts a version of each tensor up with every change in place.
     whole_args, whole_kwargs = tree_unflatten(wholes, structure)
     out = func(*whole_args, **whole_kwargs)
-    for x, w, version in tensors:
-        if w._version != version:
-            _write_back(x, w, refusal)
+    changed = [(x, w) for x, w, version in tensors if w._version != version]
+    _write_back(changed, refuse)
     # Results may be arguments themselves, or views of them.
     owners = {id(w): x for x, w, _ in tensors}
     storages = {storage_id(w) for _, w, _ in tensors}
@@ -131,11 +133,11 @@ def on_whole_tensors(
             return y
         # Only a strided result can be cut into parts.
         if y.layout != torch.strided:
-            raise refusal
+            raise refuse("a sparse result has no parts")
         # An in-place function returns its argument.
         if id(y) in owners:
             if y.shape != owners[id(y)].shape:
-                raise refusal
+                raise refuse(RESIZED)
             return owners[id(y)]
         specs = [x.spec for x in given]
         own = _split(y, specs, mesh)
@@ -176,14 +178,40 @@ def _count(name, leaves, wholes):
         gathered[name] += made
 
 
-def _write_back(x, w, refusal):
-    """Give the argument of an in-place function its new values."""
+def _refusal(refusal, func, args, kwargs, why):
+    """The error for what cannot be computed on whole tensors either: where that was chosen, it says why."""
+    return no_rule(func, args, kwargs, why) if shard_tensor.computes_on_whole else refusal
+
+
+def _why_not_gathered(func, leaves):
+    """Why a function of these arguments cannot be computed on whole tensors; "" where it can."""
+    name = getattr(func, "__name__", "")
+    if any(map(_is_sparse_with_grad, leaves)):
+        return "a sparse tensor that needs a gradient has no parts"
+    is_of_memory = func in SEES_PARTS or name in OF_MEMORY
+    if is_of_memory:
+        return "it is about memory, of which a rank has its part alone"
+    # Compiled code knows neither versions nor memory, by which changes are seen.
+    return "compiled code computes nothing on whole tensors" if torch.compiler.is_compiling() else ""
+
+
+def _why_not_written(x, w):
+    """Why an argument that an in-place function has changed cannot get its new values; "" where it can."""
     if not isinstance(x, ShardTensor):  # a plain tensor; every rank has changed it alike
-        if w.requires_grad:
-            raise refusal
-    elif x.spec.partial or w.shape != x.spec.shape:
-        raise refusal
-    else:
+        return "it writes to a plain tensor whose gradient is needed" if w.requires_grad else ""
+    if x.spec.partial:
+        return "it writes to a tensor of which every rank holds a part of the sum"
+    return RESIZED if w.shape != x.spec.shape else ""
+
+
+def _write_back(changed, refuse):
+    """Give the arguments of an in-place function their new values. changed: pairs of an argument and its whole."""
+    for x, w in changed:
+        why = _why_not_written(x, w)
+        if why:
+            raise refuse(why)
+        if not isinstance(x, ShardTensor):
+            continue
         target = check_writable(x)
         copy = _as_copy(w, x.spec.mesh)
         dispatch(Tensor.copy_, target, to_spec(copy, x.spec))

@@ -17,6 +17,7 @@ from torch._functorch import eager_transforms, vmap
 from torch.autograd.function import Function, _SingleLevelFunction
 
 from distributed.shard.calls import flatten_arguments
+from distributed.shard.compiled import guard_compiler
 from distributed.shard.hacks import replace_backward
 from distributed.shard.operands import gradient_spec
 from distributed.shard.rules.attributes import as_gradient
@@ -60,6 +61,7 @@ def ask(
     setattr(owner, name, asking)
 
 
+guard_compiler(ShardTensor)
 ask(vmap, "_add_batch_dim", "torch.vmap")
 ask(eager_transforms, "_wrap_for_grad", "a transform of torch.func")
 ask(eager_transforms, "_wrap_functional_tensor", "torch.func.functionalize")

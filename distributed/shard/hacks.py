@@ -3,7 +3,8 @@
 A release of torch may change what these rest on, so tests/test_shard_hacks.py holds each one by itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,23 @@ def adopt(func: Callable, plain: Tensor, spec: Spec) -> None:
     plain.data = part_of(plain, own_spec).clone()
     plain.__class__ = ShardTensor
     plain.spec = own_spec  # type: ignore[attr-defined]  # it is a ShardTensor now
+
+
+@contextmanager
+def with_plain_base(part: Tensor) -> Iterator[None]:
+    """Inside, the tensor of which a local part is a view is a plain tensor too, and no ShardTensor.
+
+    torch.compile looks at that tensor, although a compiled function never sees it, and cannot take a ShardTensor.
+    """
+    base = part._base
+    if type(base) is not ShardTensor:
+        yield
+        return
+    base.__class__ = Tensor  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        base.__class__ = ShardTensor
 
 
 def without_dispatch(function: FunctionType) -> FunctionType:

@@ -33,13 +33,13 @@ def gradient_spec(spec: Spec) -> Spec:
     """How the gradient of a tensor is split: as the tensor, and that of a partial tensor is whole on every rank."""
     if not spec.partial:
         return spec
-    return spec.derived(("gradient",), lambda: spec.with_dims(spec.dims, ()))
+    return spec.kept(("gradient",), lambda: spec.with_dims(spec.dims, ()))
 
 
 def check_writable(x: ShardTensor) -> ShardTensor:
     """The tensor that an in-place operation has changed. Raises no_rule where another should have changed with it."""
     # torch's result would be a view, whose base would change too.
-    if x.copied_from:
+    if getattr(x, "copied_from", ""):
         why = f"in place on what {x.copied_from} copied from whole tensors"
         raise no_rule(torch.Tensor.copy_, (x,), {}, why)
     return x

@@ -160,7 +160,7 @@ def _gather(local, spec, m):
     is_product = len(axes) > 1
     if is_product:
         local = local.narrow(dim, own_prefix, local.shape[dim] - own_prefix)
-        local = local.unflatten(dim, spec.local_axes(axes))  # (..., each axis, ...)
+        local = torch.unflatten(local, dim, spec.local_axes(axes))  # (..., each axis, ...)
     local = gather_from_region(local, dim + place, sizes, group)
     if is_product:
         last = dim + len(axes) - 1
@@ -222,7 +222,8 @@ def _exchange(local, spec, m, dim, sizes):
     # Cut this rank's part into a block for each rank. Blocks travel flat, because they differ in shape.
     blocks = local.split(sizes, dim)
     sent = tuple([block.numel() for block in blocks])
-    outgoing = torch.cat([block.flatten() for block in blocks])
+    # Without elements here, the gradient would have no graph: the derivative of cat leaves out empty tensors.
+    outgoing = torch.cat([block.flatten() for block in blocks]) if local.numel() else local.flatten()
     shape = new.local_shape
     shapes = [(*shape[:old], n, *shape[old + 1 :]) for n in before.sizes]  # of the blocks that arrive
     received = tuple([math.prod(of_block) for of_block in shapes])

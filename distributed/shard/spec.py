@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,8 +27,6 @@ class CannotSplit(ValueError):
     """A dimension that is split in a way in which it cannot be used."""
 
 
-Derived = TypeVar("Derived")
-UNKNOWN: Any = object()  # stands for a derived value that was not made yet; None may be one
 Shares = tuple[Sizes, Group] | None  # elements on each rank of a group among which they are split; None: not split
 Pieces = Mapping[int, Sizes | None]  # {mesh dimension: sizes of its ranks, None: as even as possible}
 
@@ -75,6 +73,21 @@ def as_mesh(device_mesh: DeviceMesh | Mesh) -> Mesh:
     return mesh
 
 
+_structures: dict[tuple, object] = {}
+MOST_STRUCTURES = 4096  # then the table begins anew
+
+
+def structure_of(dims: tuple[Axes, ...], partial: tuple[int, ...]) -> object:
+    """An object that stands for these axes in keys: the same for equal ones, and faster to compare."""
+    key = (dims, partial)
+    found = _structures.get(key)
+    if found is None:
+        if len(_structures) >= MOST_STRUCTURES:
+            _structures.clear()
+        found = _structures[key] = object()
+    return found
+
+
 class Spec:
     """The mesh, the axes of every dimension of the tensor, and the mesh dimensions over which the tensor is partial.
 
@@ -91,7 +104,9 @@ class Spec:
         self.mesh = mesh
         self.dims = dims
         self.partial = partial
-        self._derived: dict[tuple, Any] = {}
+        self.plans: dict[tuple, Any] = {}  # see plans.py
+        # Equal for tensors that are split alike. A compiled step is traced once, so that plans would serve nothing.
+        self.structure = None if is_dynamo_compiling() else structure_of(dims, partial)
         shape = []
         for axes in dims:
             prefix = axes[0].prefix if axes else 0
@@ -107,7 +122,7 @@ class Spec:
         self.copies = math.prod(unused_sizes)
 
     def __eq__(self, other: Any) -> bool:
-        # Most specs that are compared are one object, because specs are kept (see `derived`).
+        # Most specs that are compared are one object, because plans keep them.
         if self is other:
             return True
         same_split = self.dims == other.dims and self.partial == other.partial
@@ -200,18 +215,13 @@ class Spec:
         behind = self.dims[dim + 1 :]
         return self.with_dims((*before, axes, *behind))
 
-    def derived(
-        self,
-        key: tuple,
-        make: Callable[[], Derived],
-    ) -> Derived:
-        """The result of make(), cached under a key because every training step repeats the same operations."""
-        # A compiled step is traced once, so that a cache would serve nothing.
+    def kept(self, key: tuple, make: Callable[[], "Spec"]) -> "Spec":
+        """The spec that make() gives, kept with the plans."""
         if is_dynamo_compiling():
             return make()
-        found = self._derived.get(key, UNKNOWN)  # one look, because to hash a key takes time
-        if found is UNKNOWN:
-            found = self._derived[key] = make()
+        found = self.plans.get(key)
+        if found is None:
+            found = self.plans[key] = make()
         return found
 
     def resized(self, sizes: Mapping[int, int | Sizes]) -> "Spec":
@@ -340,7 +350,7 @@ def part_of(
         is_product = len(axes) > 1
         if is_product:
             axis_sizes = [axis.size for axis in axes]
-            full = full.unflatten(dim, axis_sizes)  # (..., each axis, ...)
+            full = torch.unflatten(full, dim, axis_sizes)  # (..., each axis, ...)
         for place, axis in enumerate(axes):
             if axis.sizes is not None:
                 at = spec.coordinate(axis.mesh_dim, rank)

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling  # one call, where is_compiling takes two
 from torch.distributed.device_mesh import DeviceMesh
 
+from distributed.shard import compiled
 from distributed.shard.calls import flatten_arguments, name_of, place_of_call
 from distributed.shard.redistribute import as_dtensor, chunks, redistribute
 from distributed.shard.spec import CannotSplit, Mesh, Pieces, Spec, as_mesh, spec_of
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 RULES: dict[Callable, Callable] = {}
 LIBRARIES: list[Callable[[], None]] = []  # each lets the functions of a library go by rules: see find_libraries
+# {name: (rule, function inside)} of operators that torch has decorated. torch.compile finds no rule by such a function.
+DECORATED: dict[str, tuple[Callable, Callable]] = {}
 COMPOSED = set[Callable]()  # functions whose rules call other operations on ShardTensors
 made_whole = Counter[str]()  # bytes of results that every rank has whole, by operation: see _count_whole
 NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
@@ -57,7 +60,7 @@ class ShardTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        rule = RULES.get(func)
+        rule, func = traced_rule(func) if is_dynamo_compiling() else (RULES.get(func), func)
         kwargs = kwargs or {}
         if kwargs and not isinstance(func, FunctionType):  # functions written in C have names of numpy's too
             kwargs = {NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()}
@@ -187,6 +190,9 @@ def rule(*functions: Callable) -> Callable[[Rule], Rule]:
             RULES[function] = implementation
             if not isinstance(function, FunctionType):
                 continue
+            inside = getattr(function, "__wrapped__", None)
+            if inside is not None:
+                DECORATED[function.__name__] = implementation, inside
             is_python_method = vars(torch.Tensor).get(function.__name__) is function
             if is_python_method:
                 method = _method(implementation, function)
@@ -196,14 +202,22 @@ def rule(*functions: Callable) -> Callable[[Rule], Rule]:
     return register
 
 
-def composed(*functions: Callable) -> Callable[[Rule], Rule]:
-    """Decorator: as `rule`, but ShardTensors are ShardTensors inside, so that it is written as on whole tensors.
+def traced_rule(func: Callable) -> tuple[Callable | None, Callable]:
+    """The rule that torch.compile is to trace for a function, and the function that the rule is to call."""
+    decorated = DECORATED.get(getattr(func, "__name__", "")) if isinstance(func, FunctionType) else None
+    return decorated or (RULES.get(func), func)
 
-    torch.compile cannot trace such a rule.
-    """
+
+def composed(*functions: Callable) -> Callable[[Rule], Rule]:
+    """Decorator: as `rule`, but ShardTensors are ShardTensors inside, so that it is written as on whole tensors."""
 
     def register(implementation: Rule) -> Rule:
         def enabled(func: Callable, *args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():  # it cannot trace AsShardTensors
+                before = compiled.let_rules_apply(True)
+                result = implementation(func, *args, **kwargs)
+                compiled.let_rules_apply(before)
+                return result
             with AsShardTensors():
                 return implementation(func, *args, **kwargs)
 
@@ -283,6 +297,8 @@ def named(*names: str) -> list[Callable]:
 
 def wrap(tensor: Tensor, spec: Spec) -> ShardTensor:
     """Make a ShardTensor of a local tensor and its spec. Nothing is checked or communicated."""
+    if is_dynamo_compiling() and not compiled.is_guarded:
+        raise NoRule(f"torch {torch.__version__} cannot compile ShardTensors: it has other names than we know")
     # The result is another Python object on the same memory, in the same graph.
     tensor = tensor.as_subclass(ShardTensor)
     tensor.spec = spec
@@ -318,17 +334,29 @@ def no_rule(
     why: str = "",
 ) -> NoRule:
     """The error for an operation that no rule computes."""
-    specs = [str(a.spec) for a in flatten_arguments(args, kwargs) if isinstance(a, ShardTensor)]
+    specs = [_described(a.spec) for a in flatten_arguments(args, kwargs) if isinstance(a, ShardTensor)]
     operands = ", ".join(specs)
     reason = f": {why}" if why else ""
-    return NoRule(
-        f"ShardTensor: no rule for {name_of(func)} of {operands}{place_of_call()}{reason}. Either bring "
-        "the tensor into a form that has one (x.redistribute([Replicate()]), x.full_tensor()), register a rule with "
-        "@distributed.shard_tensor.rule (docs/reference/domain_parallel.md shows how), or compute what has none on "
-        "whole tensors: --domain_fallback gather, set_fallback('gather')"
-    )
+    what = f"ShardTensor: no rule for {name_of(func)} of {operands}{place_of_call()}{reason}"
+    form = "bring the tensor into a form that has one (x.redistribute([Replicate()]), x.full_tensor())"
+    own = "register a rule with @distributed.shard_tensor.rule (docs/reference/domain_parallel.md shows how)"
+    is_compiling = is_dynamo_compiling()
+    # Where that was chosen already, the reason says why it does not help.
+    if computes_on_whole and not is_compiling:
+        return NoRule(f"{what}. Either {form}, or {own}")
+    without_jit = ", without --enable_jit" if is_compiling else ""
+    whole = f"compute what has none on whole tensors{without_jit}: --domain_fallback gather, set_fallback('gather')"
+    return NoRule(f"{what}. Either {form}, {own}, or {whole}")
 
 
+def _described(spec):
+    """A Spec for messages. torch.compile cannot call str() of one that it has traced."""
+    if is_dynamo_compiling():
+        return f"Spec({tuple(spec.shape)}, split dimensions {spec.split_dims})"
+    return str(spec)
+
+
+computes_on_whole = False  # set_fallback("gather") was called
 # Set by shard/fallback.py: what computes an operation that no rule computes.
 on_refusal: Callable[[Callable, Sequence[Any], dict[str, Any], Exception], Any] | None = None
 
@@ -336,9 +364,12 @@ on_refusal: Callable[[Callable, Sequence[Any], dict[str, Any], Exception], Any] 
 def _refused(error, func, args, kwargs):
     """Raise the error of a rule, or let on_refusal compute what it refuses."""
     if isinstance(error, AttributeError):
-        if error.name != "spec":  # an error of another kind
+        why = "a plain tensor in the place of a ShardTensor"
+        if is_dynamo_compiling():  # its errors have no name
+            why += ", or an attribute that compiled code does not know"
+        elif error.name != "spec":  # an error of another kind
             raise error
-        error = no_rule(func, args, kwargs, "a plain tensor in the place of a ShardTensor")
+        error = no_rule(func, args, kwargs, why)
     elif isinstance(error, CannotSplit):
         error = no_rule(func, args, kwargs, str(error))
     # Nobody has set it while the modules of rules are imported.

@@ -90,19 +90,19 @@ const DDP = { parameters: 85e6, ranks: 8, backward: 100, latency: 0.3, speed: 8 
 PICTURES.ddp_buckets = {
     title: "Buckets of gradients beside the backward pass",
     controls: [{ name: "capMib", label: "bucket, MiB", value: 25, options: [1, 5, 10, 25, 50, 100, 400] }],
-    steps: ({ capMib }) => Math.min(9, FORMULAS.buckets(DDP.parameters, Number(capMib))) + 1,
+    steps: ({ capMib }) => FORMULAS.buckets(DDP.parameters, Number(capMib)) + 1,
     draw(canvas, step, values) {
         const capMib = Number(values.capMib), { buckets, size, exposed } = FORMULAS.overlap({ ...DDP, capMib });
-        const shown = this.steps(values) - 1, count = buckets.length, upTo = Math.round((count * step) / shown);
+        const count = buckets.length;
         const left = canvas.narrow ? 4 : 84, top = canvas.narrow ? 20 : 6, whole = Math.max(DDP.backward, buckets.at(-1).end);
         const x = (time) => left + (time / whole) * (canvas.width - left - 8);
-        const now = step ? buckets[upTo - 1].end : 0, y = top + (canvas.narrow ? 62 : 42);
+        const now = step ? buckets[step - 1].end : 0, y = top + (canvas.narrow ? 62 : 42);
         const label = (at, text) => canvas.narrow ? canvas.text(left, at - 11, text, "start", 12) : canvas.text(left - 8, at + 13, text, "end", 12);
         label(top, "backward");
         label(y, "all-reduce");
         canvas.box(x(0), top, x(DDP.backward) - x(0), 26, "", "wait");
         canvas.box(x(0), top, Math.max(1, x(Math.min(now, DDP.backward)) - x(0)), 26, "", "a");
-        buckets.slice(0, upTo).forEach(({ begin, end }) => {
+        buckets.slice(0, step).forEach(({ begin, end }) => {
             const hidden = Math.min(end, DDP.backward);
             if (hidden > begin) canvas.add("rect", { x: x(begin), y, width: x(hidden) - x(begin), height: 26, class: "talk edge" });
             const from = Math.max(begin, DDP.backward);
@@ -112,7 +112,7 @@ PICTURES.ddp_buckets = {
         const times = `${count} bucket${count > 1 ? "s" : ""} of ${numberOf(size / MIB)} MiB`;
         if (!step) return `85 million parameters, 8 ranks, ${times}. A message takes 0.3 ms and its bytes at 8 GB/s. When does the first leave?`;
         const waits = `The backward pass takes 100 ms, and the step waits ${numberOf(exposed)} ms longer (red).`;
-        if (step < shown) return `Bucket ${upTo} of ${count} was ready at ${numberOf(buckets[upTo - 1].ready)} ms, and is reduced at ${numberOf(now)} ms.`;
+        if (step < count) return `Bucket ${step} of ${count} was ready at ${numberOf(buckets[step - 1].ready)} ms, and is reduced at ${numberOf(now)} ms.`;
         return `${times}. ${waits}`;
     },
 };

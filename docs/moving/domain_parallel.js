@@ -8,7 +8,7 @@ const HALO_SAID = [
     "Each rank computes on its extended rows, and keeps as many outputs as it has rows.",
     "Backward: the gradients of the outputs come from the layer behind.",
     "Each rank computes the gradient of its extended rows. Orange: it has a gradient for rows that it only borrowed.",
-    "These go back to their owners and are added there (green). Now each row has the gradient of one device.",
+    "These go back to their owners and are added there (red). Now each row has the gradient of one device.",
 ];
 
 PICTURES.halo = {
@@ -35,7 +35,7 @@ PICTURES.halo = {
             if (step === 4) row(y + 42, "d rows", rank.extendedGrad, 0, own);
             const isAdded = (i) => (i === 1 && r > 0) || (i === last - 1 && r < ranks.length - 1);
             if (step === 5) row(y + 14, "own", rank.extendedGrad.slice(1, -1), 1, own);
-            if (step === 5) row(y + 42, "d rows", rank.grad, 1, (i) => (isAdded(i) ? "c" : RANK_FILLS[r]));
+            if (step === 5) row(y + 42, "d rows", rank.grad, 1, (i) => (isAdded(i) ? "late" : RANK_FILLS[r]));
         });
         canvas.height = 8 + 3 * 78;
         return HALO_SAID[step];

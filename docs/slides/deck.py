@@ -7,22 +7,23 @@ tables and formulas stand in the lessons alone.
 import base64
 import html
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from markdown import markdown
 
-from docs.slides.pages import FOLDER, Part, Section, paragraph_of, read_sections
+from docs.slides.pages import FOLDER, Part, Section, paragraph_of, read_sections, title_of_exercise, without_pointers
 from docs.typeset import typeset, typeset_sentences
 from utils.errors import UsageError, nearest, reported_as_usage_error
 from utils.files import read_text
 from utils.yaml_files import parse_yaml
 
 HERE = Path(__file__).parent
-KEYS = ("from", "show", "title", "minutes", "notes", "teaching")
+KEYS = ("from", "show", "exercises", "title", "minutes", "notes", "teaching")
 TYPES = {".svg": "svg+xml", ".png": "png", ".webp": "webp"}
+PREDICT = "Predict first: "  # which is the title of such a slide
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\([^)]+\)")
 
 
@@ -73,14 +74,19 @@ def _slide(entry: Mapping[str, Any], sections: Mapping[str, Section]) -> Slide:
     section = sections[anchor] if anchor else next(iter(sections.values()))
     body = []
     notes = [entry["notes"]]
-    for wanted in entry["show"]:
+    for wanted in entry.get("show", ()):
         part = section.find(wanted)
         body.append(as_html(part))
         if part.kind == "question":
             notes.append(f"The answer: {_answer(part)}")
+    title = entry.get("title", section.heading)
+    if "exercises" in entry:
+        title, shown = _exercises(entry["exercises"])
+        body.append(shown)
+    if not body:
+        raise UsageError("nothing to show: add show or exercises")
     if "teaching" in entry:
         notes.append(paragraph_of("teaching.md", entry["teaching"]))
-    title = entry.get("title", section.heading)
     said = _markdown("\n\n".join(notes))
     return Slide(title, "\n".join(body), int(entry["minutes"]), said)
 
@@ -92,15 +98,51 @@ def as_html(part: Part) -> str:
     if part.kind == "picture":
         return _picture(part.text)
     if part.kind == "question":
-        asked = re.search(r"<summary>(.*?)</summary>", part.text, re.S)
-        return f'<div class="asked">{_markdown(asked[1])}</div>' if asked else ""
+        return _question(part.text)
     if part.kind == "code":
         lines = part.text.splitlines()
         is_fenced = lines[0].startswith("```")
         code = lines[1:-1] if is_fenced else [line.removeprefix("    ") for line in lines]
-        joined = "\n".join(code)
-        return f"<pre><code>{html.escape(joined)}</code></pre>"
-    return _markdown(part.text)
+        return _command("\n".join(code))
+    if part.kind == "text":
+        return _markdown(without_pointers(part.text))
+    # Each row or item is a text of its own.
+    return _markdown("\n".join(map(without_pointers, part.text.splitlines())))
+
+
+def _command(code: str) -> str:
+    """Code or commands; a line that is too long breaks between words."""
+    # A browser breaks lines at hyphens too, and options begin with two.
+    words = re.sub(r"[^\s<>&]*-[^\s<>&]*", r"<span>\g<0></span>", html.escape(code))
+    return f"<pre><code>{words}</code></pre>"
+
+
+def _exercises(numbers: Sequence[int]) -> tuple[str, str]:
+    """Title and HTML of a slide with an exercise for all, and others for those who are done."""
+    first, *others = numbers
+    title, learnt, file = title_of_exercise(first)
+    texts = [
+        f"{learnt[0].upper()}{learnt[1:]}.",
+        f"Fill the gap between `# TODO` and `# END` of `exercises/{file}`.",
+        f"    make exercise N={first}",
+    ]
+    for number in others:
+        name, _, _ = title_of_exercise(number)
+        texts.append(f"Who is done: exercise {number}, {name}.")
+    return f"Exercise {first}: {title}", _markdown("\n\n".join(texts))
+
+
+def _question(text: str) -> str:
+    """A question, with its choices where it has some."""
+    asked = re.search(r"<summary>(.*?)</summary>", text, re.S)
+    if not asked:
+        raise UsageError(f"{text!r} asks nothing")
+    words = " ".join(asked[1].split()).removeprefix(PREDICT)
+    body = _markdown(words[0].upper() + words[1:])
+    choices = re.search(r'data-choices="([^"]*)"', text)
+    if choices:
+        body += _markdown(" / ".join(f"**{choice}**" for choice in choices[1].split("|")))
+    return f'<div class="asked">{body}</div>'
 
 
 def _markdown(text: str) -> str:

@@ -10,6 +10,9 @@ from utils.errors import UsageError
 
 FOLDER = Path(__file__).parents[1]
 SENTENCE = re.compile(r"(?<=[.?!:])\s+(?=[A-Z0-9`*\[])")
+# Links to other pages: a sentence, or words in brackets, that hold nothing else.
+POINTER = re.compile(r"\[[^\]]+\]\((?!https?:)[^)\s]+\)\.?")
+ASIDE = re.compile(r"\s*\(\[[^\]]+\]\((?!https?:)[^)\s]+\)\)")
 # How the blocks of each kind begin; what begins otherwise is text. A block ends at an empty line, but for those that
 # have an end of their own.
 BEGINNINGS = {
@@ -107,6 +110,22 @@ def _kind(line: str) -> str:
         if beginning.match(line):
             return kind
     return "text"
+
+
+def without_pointers(text: str) -> str:
+    """Text without what only points to other pages."""
+    sentences = SENTENCE.split(ASIDE.sub("", text))
+    return " ".join(each for each in sentences if not POINTER.fullmatch(each.strip()))
+
+
+def title_of_exercise(number: int, folder: Path = FOLDER.parent / "exercises") -> tuple[str, str, str]:
+    """(title, what one learns, file) of an exercise, of the table of all. Raises UsageError where it has none."""
+    page = folder / "README.md"
+    found = re.search(rf"^\| {number} \| \[([^\]]+)\]\(([^)]+)\) \| \d \| ([^|]+) \|", page.read_text(), re.M)
+    if not found:
+        raise UsageError(f"{page} has no exercise {number}")
+    title, file, learnt = found.groups()
+    return title, learnt, file
 
 
 def paragraph_of(page: str, beginning: str, folder: Path = FOLDER) -> str:

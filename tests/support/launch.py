@@ -41,6 +41,12 @@ def popen(command, env=None):
     )  # fmt: skip
 
 
+def without_make(*names):
+    """The environment without what a make around the tests has set, and without variables of these names."""
+    around = ("MAKE", "MFLAGS", *names)
+    return {name: value for name, value in os.environ.items() if not name.startswith(around)}
+
+
 def summary(tmp_path, run_num):
     return json.loads((tmp_path / "logs/quick" / run_num / "summary.json").read_text())
 

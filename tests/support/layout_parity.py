@@ -1,8 +1,8 @@
 """A layout of rung 3 or 4 against one device: the losses and the weights of the same training."""
 
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from distributed.parallel_model import make_buffers_whole
 from distributed.shard_tensor import wrap
 from distributed.weight_shards import global_view, take_parts
 from tests.support.compilation import GENERATED, compile_by
+from tests.support.temporary import make_folder
 from tests.support.workers import PATIENCE_SECONDS
 from tools.benchmarks.layout_names import OPTIONS, parse_layout, split_words
 from tools.instruments.counting import CollectiveCounter
@@ -32,7 +33,6 @@ COMPILATION_PATIENCE_SECONDS = 280  # every rank compiles for itself, on shared 
 RECOMPUTED = {"activation_checkpointing": "selective"}
 COMPILED = {"enable_jit": True}
 _serial = {}  # {options and steps: losses, weights, or options: a file}
-_folder = TemporaryDirectory(prefix="one-device-")
 
 
 def ranks_and_options(layout):
@@ -232,11 +232,17 @@ def compare_in_double(config, file, plant=nullcontext, read_data=False):
         return check.compare(Process(device=CPU), case, Path(file), "float64", read_data)
 
 
+@cache
+def _folder():
+    """The folder of what one device gives, which only the process of the tests needs."""
+    return make_folder("one-device-")
+
+
 def check_in_double(ranks, tiny_config, layout, options):
     """All that `plan.py check` compares is equal in float64: outputs of modules, gradients, weights, buffers."""
     key, (size, own) = repr(sorted(options.items())), ranks_and_options(layout)
     if key not in _serial:
-        _serial[key] = f"{_folder.name}/{len(_serial)}.pt"
+        _serial[key] = f"{_folder()}/{len(_serial)}.pt"
         record_in_double(tiny_config(**options), _serial[key])
     result = ranks(size, compare_in_double, tiny_config(**options, **own), _serial[key])[0]
     assert result.equal and not result.skipped, result

@@ -12,9 +12,22 @@ def slow_but(quick, cases, reason, nightly=False):
     reason: what only the slow ones show. nightly: continuous integration leaves them to each night.
     """
     cases = list(cases)
-    assert set(quick) < set(cases), "a quick case is none of the cases"
-    marks = [pytest.mark.slow(reason), pytest.mark.nightly] if nightly else [pytest.mark.slow(reason)]
+    assert all(case in cases for case in quick) and len(quick) < len(cases), "a quick case is none of the cases"
+    marks = _marks(reason, nightly)
     return [case if case in quick else pytest.param(case, marks=marks) for case in cases]
+
+
+def slow_rows_but(quick, rows, reason, nightly=False):
+    """The same for rows of several arguments. quick: numbers of the quick rows."""
+    rows = list(rows)
+    assert max(quick) < len(rows) and len(quick) < len(rows), "a quick row is none of the rows"
+    marks = _marks(reason, nightly)
+    return [row if number in quick else pytest.param(*row, marks=marks) for number, row in enumerate(rows)]
+
+
+def _marks(reason, nightly):
+    slow = pytest.mark.slow(reason)
+    return [slow, pytest.mark.nightly] if nightly else [slow]
 
 
 def needs_torch(least, reason):

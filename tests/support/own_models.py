@@ -1,6 +1,9 @@
 """Models as users write them: none of them knows of this repository."""
 
 import math
+import os
+import signal
+import time
 
 import torch
 from torch import nn
@@ -412,3 +415,33 @@ class Overwriting(nn.Conv2d):
 
     def forward(self, x):
         return super().forward(x.mul_(self.by))
+
+
+class AlwaysDrops(nn.Conv2d):
+    """Draws random numbers in validation too."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels, 1)
+
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.1, training=True)
+
+
+class Signalled(nn.Conv2d):
+    """In its `signal_at`-th forward pass of a process, of validation, it sends a signal: "RANK BATCH NUMBER".
+
+    Without that variable it is a convolution. What is due has a second to be written before SIGKILL.
+    """
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__(in_channels, out_channels, 1)
+        self.passes = 0
+        rank, batch, number = map(int, os.environ.get("SIGNAL_AT", "-1 0 0").split())
+        self.number, self.batch = number, batch if rank == int(os.environ.get("RANK", 0)) else 0
+
+    def forward(self, x):
+        self.passes += not self.training
+        if not self.training and self.passes == self.batch:
+            time.sleep(self.number == signal.SIGKILL)
+            os.kill(os.getpid(), self.number)
+        return super().forward(x)

@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 
 from tests.support.forked_python import ask
+from tests.support.temporary import make_folder
 from tests.support.workers import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -81,8 +82,8 @@ class Program:
 @cache
 def _server():
     """Path of the fork server's socket; it is started now and ends with this process."""
-    folder = tempfile.mkdtemp(prefix="fork-")  # the length of a socket's path is limited
-    atexit.register(shutil.rmtree, folder)
+    folder = make_folder("fork-")  # the length of a socket's path is limited
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # where no test has started it
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listening.bind(f"{folder}/server")
     listening.listen(64)

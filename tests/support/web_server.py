@@ -1,12 +1,23 @@
 """A web server of a folder, on this machine's loopback: it counts what is asked for, and fails as it is told."""
 
+import collections
 import contextlib
 import functools
 import http.server
 import re
 import threading
+from pathlib import Path
 
 CHUNK = re.compile(r"/\d+(?:[./]\d+){2,}$")
+
+
+# What a proxy gives in place of a file.
+BAD_ANSWERS = {
+    "page": lambda data: b"<html><body>Please sign in</body></html>",
+    "empty": lambda data: b"",
+    "short": lambda data: data[: len(data) // 2],
+    "long": lambda data: data + bytes(100),
+}
 
 
 class WebServer(http.server.ThreadingHTTPServer):
@@ -16,6 +27,8 @@ class WebServer(http.server.ThreadingHTTPServer):
 
     dies_after: the number of chunks after which it is dead, None for never. naps: then it lives again after so many
     requests that found it dead, None for never.
+
+    bad: kinds of BAD_ANSWERS, which the first requests for each file get in turn, with status 200.
     """
 
     daemon_threads = True
@@ -26,6 +39,7 @@ class WebServer(http.server.ThreadingHTTPServer):
         self.asked, self.status, self.lock = [], {}, threading.Lock()
         self.dead, self.dies_after, self.naps, self.refused = False, None, None, 0
         self.last_words = None
+        self.bad, self.answered_badly = (), collections.Counter()
 
     @property
     def address(self):
@@ -59,7 +73,19 @@ class Handler(http.server.SimpleHTTPRequestHandler):
             if part in self.path:
                 self.send_error(status)
                 return
+        path = Path(self.translate_path(self.path))
+        given = self.server.answered_badly[path]
+        if path.is_file() and given < len(self.server.bad):
+            self.server.answered_badly[path] += 1
+            self.answer_badly(BAD_ANSWERS[self.server.bad[given]](path.read_bytes()))
+            return
         super().do_GET()
+
+    def answer_badly(self, body):
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, *_):
         pass

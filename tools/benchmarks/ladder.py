@@ -88,11 +88,15 @@ class Climb:
         """A row of the table for each step that has been measured."""
         rows: list[dict[str, Any]] = []
         kept = None  # speed of the step that the next ones go on from
+        previous = None  # its name
         samples = self.steps * self.config.global_batch_size
         flops_per_sample = training_flops(self.config)
         for name, turns in self.turns.items():
+            speeds = [samples / turn["seconds"] for turn in turns]
             # The median leaves out a turn that the machine has slowed down.
-            speed = statistics.median(samples / turn["seconds"] for turn in turns)
+            speed = statistics.median(speeds)
+            # Two steps that are closer to each other than this are not told apart.
+            spread = (max(speeds) - min(speeds)) / speed if len(speeds) > 1 else None
             seconds = sum(turn["seconds"] for turn in turns)
             waited = sum(turn["wait"] for turn in turns)
             flops = speed * flops_per_sample
@@ -103,7 +107,9 @@ class Climb:
                 {
                     "step": name,
                     "samples_per_sec": speed,
+                    "spread": spread,
                     "of_previous": speed / kept if kept else None,
+                    "previous": previous,
                     "of_first": speed / rows[0]["samples_per_sec"] if rows else 1.0,
                     "data_wait": waited / seconds,
                     "tera": flops / 1e12,
@@ -116,6 +122,7 @@ class Climb:
             # The next step is compared with the last one that was kept.
             if name not in TRIED:
                 kept = speed
+                previous = name
         return rows
 
     def figures(self) -> dict[str, Any]:
@@ -187,6 +194,8 @@ def run(
     print(format_tables("ladder", rows))
     batch, count = config.global_batch_size, len(rows[0]["losses"])
     print(f"batch {batch}; loss after {count} iterations; MFU against the matrix products measured on this device")
+    if rounds == 1:
+        print("one round is a trial: without a spread nobody knows which of these steps are noise; give --rounds 5")
     if read_delay_ms:
         print(f"each sample is read {read_delay_ms:g} ms late, on purpose")
     for name, _, reason in climbed:
@@ -250,7 +259,7 @@ def _turn(rank: Process, steps: int) -> dict[str, Any]:
         seconds, _ = timed(rank.device, _train, rank, steps)
     by_phase = dict(zip(PHASES, times.read(steps), strict=True))
     peak = peak_memory_bytes(rank.device)  # without the products below
-    dtype = AMP_DTYPES.get(rank.kept["step"].config.amp_mode, torch.float32)
+    dtype = AMP_DTYPES[rank.kept["step"].config.amp_mode] or torch.float32
     matmul = matmul_flops_per_sec(rank.device, dtype)
     empty_cache(rank.device)
     # The next turn counts its own peak, without these products.

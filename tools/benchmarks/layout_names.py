@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 
+from utils.config import STRATEGIES
 from utils.errors import UsageError
 
 # The key of the config that has the size of each dimension of a layout.
@@ -24,6 +25,18 @@ def split_words(sizes: dict[str, str]) -> list[str]:
     if stages > 1:
         words.append(f"--gradient_accumulation={2 * stages}")
     return words
+
+
+def _named_strategy(name: str) -> str:
+    """How to name a layout where a strategy of data parallelism stands in place of a dimension; "" where none does."""
+    for part in name.split("x"):
+        for strategy in STRATEGIES:
+            size = part.removeprefix(strategy)
+            if size == part:
+                continue
+            sized = name.replace(part, f"dp{size if size.isdecimal() else 2}")
+            return f"{strategy} is what the ranks of dp share, not a dimension: {sized},data_parallel={strategy}"
+    return ""
 
 
 def parse_layout(
@@ -52,6 +65,9 @@ def parse_layout(
         sizes[dim] = size
         ranks *= math.prod(map(int, size.split("x")))
     if not is_understood:
+        meant = _named_strategy(name)
+        if meant:
+            raise UsageError(f"layout '{name}': {meant}")
         raise UsageError(f"layout '{name}': expected sizes of {', '.join(dims)} joined by x, as {dims[0]}2xdp2")
     if ranks == 1:
         raise UsageError(f"layout '{name}': it has one rank, which is measured anyway")

@@ -26,11 +26,12 @@ MESH = (
     "domain_parallel",
     "ensemble_parallel",
 )
+JOINED = "tools.compositions.joined:Joined"
 SMALL_NUMBER = 16  # up to here a whole number is doubled; a larger one becomes 2
 # What a type does not say: text, lists and mappings. A choice may bring along what it needs.
 EXAMPLES: dict[str, list[Any]] = {
     "task": ["classify", "transport"],
-    "model": list(MODELS),
+    "model": [*MODELS, JOINED],
     "freeze": [["blocks.0.*"], ["*bias"]],
     "forcings": [["hour"], ["latitude", "day"]],
     "channel_weights": [{"u10": 0.1}],
@@ -48,6 +49,7 @@ BROUGHT: dict[tuple[str, str], dict[str, Any]] = {
     ("model", "unet"): {"model_args": {"width": 4, "levels": 1}},
     ("model", "afno"): {"model_args": {"num_blocks": 2}},
     ("model", "neighborhood"): {"model_args": {"kernel_size": 3}},
+    ("model", JOINED): {"model_args": {}},
     ("model", "classifier"): {"task": "classify", "num_classes": 5},
     ("task", "classify"): {"model": "classifier", "num_classes": 5},
     ("muon_weights", "['*mlp*']"): {"optimizer": "Muon"},

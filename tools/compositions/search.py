@@ -26,7 +26,7 @@ from tools.compositions.drawing import Draws
 from tools.compositions.judge import EQUAL, FINDING, HANG_SECONDS, NUMBERS, REFUSED, Judge, JudgeEnded, Verdict
 from tools.planner.layouts import SPLITS
 from utils.command_line import parse_command_line
-from utils.errors import INTERRUPTED_STATUS, ArgumentParser, UsageError, float_in_range, int_in_range
+from utils.errors import ArgumentParser, UsageError, float_in_range, int_in_range, status_of
 from utils.files import write_json
 
 MOST_SHRINKING = 40  # runs to make a finding smaller
@@ -117,6 +117,7 @@ class Search:
         self.report = report
         self.compositions = iter(draws)
         self.lock = threading.Lock()  # of draws and report
+        self.is_ended = False  # before its time
         self.at_work: list[threading.Lock] = []  # one for each judge, held while it judges
 
     def run(self, judges: Sequence[Judge], end: float) -> None:
@@ -125,20 +126,24 @@ class Search:
         Raises KeyboardInterrupt, as soon as the ranks are ended, and what a judge raises.
         """
         self.at_work = [threading.Lock() for _ in judges]
-        with ThreadPoolExecutor(len(judges)) as threads:
-            working = []
-            for judge, at_work in zip(judges, self.at_work, strict=True):
-                working.append(threads.submit(self._work, judge, at_work, end))
-            try:
-                # The first error, of whichever judge, ends the search.
-                for done in as_completed(working):
-                    done.result()
-            except BaseException:
-                for judge in judges:
-                    judge.end()
-                raise
-            finally:
-                self._count_pairs()
+        threads = ThreadPoolExecutor(len(judges))
+        working = []
+        for judge, at_work in zip(judges, self.at_work, strict=True):
+            working.append(threads.submit(self._work, judge, at_work, end))
+        try:
+            # The first error, of whichever judge, ends the search.
+            for done in as_completed(working):
+                done.result()
+        except BaseException as error:
+            self.is_ended = True
+            for judge in judges:
+                judge.end()
+            # A thread may be starting ranks, which takes longer than whoever interrupts waits.
+            threads.shutdown(wait=not isinstance(error, KeyboardInterrupt))
+            raise
+        finally:
+            self._count_pairs()
+        threads.shutdown()
 
     def _work(self, judge: Judge, at_work: threading.Lock, end: float) -> None:
         """Judge one composition after the other, until the judge is ended."""
@@ -151,6 +156,9 @@ class Search:
                     verdict = judge.judge(composition)
                 if verdict.is_silence:
                     verdict = self._judge_alone(judge, composition)
+                # That processes were ended is no finding.
+                if self.is_ended:
+                    return
                 self._count(verdict)
                 if verdict.result == FINDING:
                     self.note(composition, verdict, judge)
@@ -288,7 +296,7 @@ def main(argv: Sequence[str]) -> int:
     if seed is None:
         seed = random.SystemRandom().randrange(2**32)
     report = Report(seed)
-    was_interrupted = False
+    interruption: KeyboardInterrupt | None = None
     if options.ranks is None:
         if options.then is not None:
             raise UsageError("--then belongs to --ranks, the composition that it goes on from")
@@ -302,15 +310,15 @@ def main(argv: Sequence[str]) -> int:
             end = time.monotonic() + 60 * options.minutes
             try:
                 Search(base, draws, report).run(judges, end)
-            except KeyboardInterrupt:
-                was_interrupted = True  # what was found by then is told all the same
+            except KeyboardInterrupt as error:
+                interruption = error  # what was found by then is told all the same
     else:
         run_one(report, options, words)  # told as it is, without shrinking
     print(report.text())
     if options.json:
         write_json(options.json, report.to_json())
-    if was_interrupted:
-        return INTERRUPTED_STATUS
+    if interruption is not None:
+        return status_of(interruption)
     return 1 if report.findings else 0
 
 

@@ -6,11 +6,10 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from tools.instruments.team import Case, use_mesh
 from tools.layout_check.parts import part_of_rank
 from tools.layout_check.recording import drop_rounding, members_of, own_part
 from tools.layout_check.saving import load_state, save_state
-from tools.layout_check.wide import build_wide_step, wide_casts
+from tools.layout_check.wide import build_wide_step, quick_compilation, wide_casts
 from tools.planner.trace import observe_step
 from tools.planner.validate import counts
 from training.checkpoint import CheckpointFolder
@@ -84,7 +83,6 @@ def try_out(rank: Process, trial: Trial) -> Outcome:
                 return train(rank, trial)
     finally:
         torch.set_default_dtype(torch.float32)
-        torch._dynamo.reset()  # what was compiled here counts against the limit of the next
         collect_at_times(rank)
 
 
@@ -141,18 +139,6 @@ def train(rank: Process, trial: Trial) -> Outcome:
         step(trial.stop, *batch)  # the validation has left parameters gathered
         outcome.counted = counts(observe_step(step, *batch))
     return outcome
-
-
-@contextmanager
-def quick_compilation() -> Iterator[None]:
-    """Inside, compiled code is traced as for the default backend, and no machine code is made of it."""
-    compile_ = torch.compile
-
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        return compile_(*args, **{"backend": "aot_eager", **kwargs})
-
-    with patch.object(torch, "compile", traced):
-        yield
 
 
 def checkpoints(rank: Process, trial: Trial) -> CheckpointFolder | None:

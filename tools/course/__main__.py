@@ -1,6 +1,8 @@
 """Give a course: folders for a class, answers checked at once, a quiz, and how long the timetable's commands take.
 
 python -m tools.course init /project/course --accounts anna ben          # says what it would do; --write does it
+python -m tools.course join                                              # a learner's own clone, in the class's one
+python -m tools.course clone /tmp/tutorial                               # this repository without solutions
 python -m tools.course check --all /project/course/learners              # a table of learners and exercises
 python -m tools.course reset /project/course --accounts ben --numbers 2  # ben's exercise 2 as it was handed out
 python -m tools.course quiz --take 2 --before                            # a learner answers ten questions
@@ -16,7 +18,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.course.checking import Bounds, check_all, find_answers, tables
+from tools.course.checking import Bounds, check_all, find_answers, learners_in, tables
+from tools.course.clones import account_of, closed_part_of, folder_of_class, join, write_class_clone
 from tools.course.folders import Action, plan_class, plan_reset
 from tools.course.questions import RUNGS, read_questions
 from tools.course.quiz import quiz_tables, read_class, take
@@ -25,18 +28,27 @@ from tools.tables import format_table
 from utils.errors import ArgumentParser, UsageError, int_in_range, run_main
 
 WRONG_STATUS = 1
+EVERYONE_READS = 0o022  # umask
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
     """The options of a command line."""
     parser = ArgumentParser(prog="python -m tools.course", description="Give a course.")
     ways = parser.add_subparsers(dest="way", required=True)
-    init = ways.add_parser("init", help="a site file, sample data and exercises for each account")
+    init = ways.add_parser("init", help="a site file, sample data, and a clone without solutions for each account")
     reset = ways.add_parser("reset", help="exercises as they were handed out")
+    join_way = ways.add_parser("join", help="a learner's own clone")
+    of_folder = "of the class, which everyone can read"
+    init.add_argument("folder", type=Path, help=of_folder)
+    # Learners call these in the class's clone or in their own, which lie in the folder.
+    for way in (reset, join_way):
+        way.add_argument("folder", type=Path, nargs="?", help=of_folder)
+    init.add_argument("--accounts", nargs="+", default=[], metavar="NAME", help="of the learners")
+    reset.add_argument("--accounts", nargs="+", metavar="NAME", help="of the learners; none: your own")
     for way in (init, reset):
-        way.add_argument("folder", type=Path, help="of the class, which everyone can read")
-        way.add_argument("--accounts", nargs="+", default=[], metavar="NAME", help="of the learners")
         way.add_argument("--write", action="store_true", help="do it; without, only say what would be done")
+    clone = ways.add_parser("clone", help="this repository without solutions")
+    clone.add_argument("folder", type=Path, help="a new folder for it")
     check = ways.add_parser("check", help="check the answers of a class")
     check.add_argument("--all", type=Path, required=True, metavar="DIR", help="a folder for each learner in it")
     check.add_argument("--seconds", type=int_in_range(5, 3600), default=Bounds.seconds, help="for one answer")
@@ -71,6 +83,16 @@ def carry_out(actions: Sequence[Action], write: bool) -> int:
     return 0
 
 
+def clone_to(folder: Path) -> int:
+    """Copy this repository without solutions to a new folder."""
+    if folder.exists():
+        raise UsageError(f"{folder}: there is something already")
+    os.umask(EVERYONE_READS)
+    write_class_clone(folder)
+    print(f"{folder}: this repository without solutions")
+    return 0
+
+
 def check_class(options: Namespace) -> int:
     """Check all answers; 0 if each is right."""
     answers = find_answers(options.all, options.numbers)
@@ -83,12 +105,23 @@ def check_class(options: Namespace) -> int:
         print(line, file=sys.stderr, flush=True)
 
     results = check_all(answers, seed, bounds, options.workers, tell)
-    print(f"{tables(results)} Seed {seed}.")
+    folders = learners_in(options.all)
+    for folder in folders:
+        if not os.access(folder, os.R_OK | os.X_OK):
+            tell(f"{folder}: you cannot read this folder")
+    print(f"{tables(results, [folder.name for folder in folders])} Seed {seed}.")
     if options.json:
         rows = []
         for result in results:
             answer = result.answer
-            rows.append({"learner": answer.learner, "exercise": answer.number, "reason": result.reason})
+            rows.append(
+                {
+                    "learner": answer.learner,
+                    "exercise": answer.number,
+                    "verdict": result.verdict,
+                    "reason": result.reason,
+                }
+            )
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
     return WRONG_STATUS if any(result.reason for result in results) else 0
 
@@ -109,7 +142,7 @@ def hold_quiz(options: Namespace) -> int:
         print(line, file=sys.stderr)
     if not handed:
         raise UsageError(f"{options.folder}: no answers that count")
-    print(quiz_tables(handed))
+    print(quiz_tables(handed, [folder.name for folder in learners_in(options.folder)]))
     return WRONG_STATUS if complaints else 0
 
 
@@ -130,9 +163,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     options = parse(argv)
     if options.way == "init":
+        # Everyone reads what is made here, whatever the instructor's mask.
+        os.umask(EVERYONE_READS)
+        closed = closed_part_of(Path(sys.executable))
+        if closed:
+            print(f"learners cannot run {sys.executable}: {closed} is closed to others", file=sys.stderr)
         return carry_out(plan_class(options.folder, options.accounts), options.write)
+    if options.way == "join":
+        folder = options.folder or folder_of_class()
+        print(f"Your clone is {join(folder.resolve())}. Work there.")
+        return 0
+    if options.way == "clone":
+        return clone_to(options.folder.resolve())
     if options.way == "reset":
-        return carry_out(plan_reset(options.folder, options.accounts, options.numbers), options.write)
+        accounts = options.accounts or [account_of(os.geteuid())]
+        folder = options.folder or folder_of_class()
+        return carry_out(plan_reset(folder, accounts, options.numbers), options.write)
     if options.way == "check":
         return check_class(options)
     if options.way == "quiz":

@@ -8,18 +8,26 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from exercises.check import is_empty
 from tools.course.bounded import ALL
 from tools.tables import format_table
 from utils.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"(\d\d)_\w+\.py")
+RIGHT, UNTOUCHED, EMPTY = "right", "untouched", "empty"
+MOST_BYTES = 2**20  # of an answer, which has a hundredth of that
+MOST_LETTERS = 110  # of a reason
+# Seconds that a check takes on two cores, most of them to start.
+USUAL_SECONDS = 4
+LONGER_SECONDS = {12: 30}  # it plans layouts
 NOT_LEARNERS = ("solutions", "checks", "__pycache__")  # folders of this repository's exercises
 
 
@@ -48,6 +56,18 @@ class Result:
     reason: str
     taken: list[str] = field(default_factory=list)
 
+    @property
+    def verdict(self) -> str:
+        """One word: right, untouched, empty or wrong."""
+        if self.reason in (UNTOUCHED, EMPTY):
+            return self.reason
+        return "wrong" if self.reason else RIGHT
+
+    @property
+    def was_run(self) -> bool:
+        """Whether the learner's code ran."""
+        return self.verdict in (RIGHT, "wrong")
+
 
 def find_answers(folder: Path, numbers: Sequence[int] = ()) -> list[Answer]:
     """Files named like exercises in the folders of learners. numbers: of those exercises alone.
@@ -58,7 +78,7 @@ def find_answers(folder: Path, numbers: Sequence[int] = ()) -> list[Answer]:
         raise UsageError(f"{folder}: no such folder; it holds one folder for each learner")
     originals = {file.name for file in (ROOT / "exercises").glob("[0-9][0-9]_*.py")}
     answers = []
-    for learner in sorted(path for path in folder.iterdir() if path.is_dir()):
+    for learner in learners_in(folder):
         for file in sorted(learner.rglob("[0-9][0-9]_*.py")):
             number = int(file.name[:2])
             is_own = not any(part in NOT_LEARNERS for part in file.relative_to(learner).parts)
@@ -70,8 +90,36 @@ def find_answers(folder: Path, numbers: Sequence[int] = ()) -> list[Answer]:
     return answers
 
 
+def learners_in(folder: Path) -> list[Path]:
+    """The folders of learners, in order; what is hidden is none."""
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def state_without_running(answer: Answer) -> str:
+    """Why an answer need not run: it is untouched, empty or no file that one can read. "" where it has to run."""
+    file = answer.file
+    try:
+        if not file.is_file() or file.stat().st_size > MOST_BYTES:
+            return "no file of an answer"
+        if file.read_bytes() == (ROOT / "exercises" / file.name).read_bytes():
+            return UNTOUCHED
+        return EMPTY if is_empty(file) else ""
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+
+
+def about_seconds(answers: Sequence[Answer], workers: int) -> float:
+    """Seconds that these answers will take, about."""
+    to_run = [answer for answer in answers if not state_without_running(answer)]
+    seconds = sum(LONGER_SECONDS.get(answer.number, USUAL_SECONDS) for answer in to_run)
+    return seconds / max(1, min(workers, len(to_run)))
+
+
 def check_answer(answer: Answer, seed: int, bounds: Bounds) -> Result:
-    """Run the check of one answer on a copy of it in a new folder."""
+    """Run the check of one answer on a copy of it in a new folder, if it has to run."""
+    state = state_without_running(answer)
+    if state:
+        return Result(answer, state)
     with tempfile.TemporaryDirectory(prefix="course-") as folder:
         scratch = Path(folder)
         copy = scratch / answer.file.name
@@ -106,7 +154,7 @@ def check_answer(answer: Answer, seed: int, bounds: Bounds) -> Result:
             _end_all(process)
         marked = scratch / "taken.json"
         taken = json.loads(marked.read_text()) if marked.exists() else []
-    return Result(answer, _reason(process.returncode, said, complaint), taken)
+    return Result(answer, reason_of(process.returncode, said, complaint), taken)
 
 
 def _end_all(process):
@@ -116,12 +164,16 @@ def _end_all(process):
     process.wait()
 
 
-def _reason(status, said, complaint):
+def reason_of(status: int, said: str, complaint: str) -> str:
+    """The first reason that a check gives, in one short line; "" where it ended well."""
     if status == 0:
         return ""
-    reasons = re.findall(r"^  - (.*)$", said, re.M)
-    if reasons:
-        return reasons[0]
+    # A line of the learner's code stands below the reason.
+    reason = re.search(r"^  - (.*)(?:\n {6}(.*))?$", said, re.M)
+    if reason:
+        first, below = reason.groups()
+        text = f"{first} {below}" if below and first.endswith(":") else first
+        return textwrap.shorten(text, MOST_LETTERS, placeholder=" ...")
     lines = complaint.strip().splitlines()
     return lines[-1] if lines else f"the check ended with status {status}"
 
@@ -130,36 +182,48 @@ def check_all(
     answers: Sequence[Answer], seed: int, bounds: Bounds, workers: int, tell: Callable[[str], None]
 ) -> list[Result]:
     """Check all answers, `workers` at a time. tell: is told each result as it comes."""
+    seconds = about_seconds(answers, workers)
+    tell(f"{len(answers)} answers, {workers} at a time: about {seconds:.0f} s")
     results = []
     with ThreadPoolExecutor(workers) as pool:
         for number, result in enumerate(pool.map(lambda answer: check_answer(answer, seed, bounds), answers), 1):
             results.append(result)
-            verdict = "not yet" if result.reason else "right"
             answer = result.answer
-            tell(f"{number} of {len(answers)}: {answer.learner}, exercise {answer.number}: {verdict}")
+            tell(f"{number} of {len(answers)}: {answer.learner}, exercise {answer.number}: {result.verdict}")
     return results
 
 
-def tables(results: Sequence[Result]) -> str:
-    """Who has solved what, then the first reason of each answer that is not right yet."""
-    numbers = sorted({result.answer.number for result in results})
-    learners = sorted({result.answer.learner for result in results})
-    verdicts = {}
-    for result in results:
-        verdicts[result.answer.learner, result.answer.number] = "not yet" if result.reason else "right"
+def tables(results: Sequence[Result], learners: Sequence[str] = ()) -> str:
+    """Who has solved what, then the first reason of each answer that is wrong. learners: those of the class."""
+    verdicts = {(result.answer.learner, result.answer.number): result.verdict for result in results}
+    numbers = sorted({number for _, number in verdicts})
+    # A clone has all exercises, and a class begins with few of them.
+    begun = [number for number in numbers if _verdicts_of(number, verdicts) != {UNTOUCHED}]
     rows = []
-    for learner in learners:
-        solved = [verdicts.get((learner, number)) for number in numbers]
-        rows.append([learner, *solved, solved.count("right")])
-    columns = {"learner": "", **{str(number): "" for number in numbers}, "right": "d"}
-    text = format_table(columns, rows)
+    for learner in sorted({*learners, *(learner for learner, _ in verdicts)}):
+        solved = [verdicts.get((learner, number)) for number in begun]
+        rows.append([learner, *solved, solved.count(RIGHT)])
+    titles = [str(number) for number in begun]
+    columns = {"learner": "", **dict.fromkeys(titles, ""), RIGHT: "d"}
+    text = format_table(columns, rows, titles)
+    not_begun = [str(number) for number in numbers if number not in begun]
+    if not_begun:
+        text += f"\n\nUntouched by everyone: {', '.join(not_begun)}."
     reasons = []
     for result in results:
-        if result.reason:
+        if result.verdict == "wrong":
             reasons.append([result.answer.learner, result.answer.number, result.reason])
     if reasons:
-        text += "\n\n" + format_table({"learner": "", "exercise": "d", "first reason": ""}, reasons)
-    return f"{text}\n\n{rights(results)}"
+        text += "\n\n" + format_table({"learner": "", "exercise": "d", "first reason": ""}, reasons, ["first reason"])
+    nothing = sorted(set(learners) - {learner for learner, _ in verdicts})
+    if nothing:
+        text += f"\n\nNo exercise in the folder of {', '.join(nothing)}."
+    ran = [result for result in results if result.was_run]
+    return f"{text}\n\n{rights(ran)}" if ran else text
+
+
+def _verdicts_of(number, verdicts):
+    return {verdict for (_, each), verdict in verdicts.items() if each == number}
 
 
 def rights(results: Sequence[Result]) -> str:

@@ -1,5 +1,6 @@
-"""Folders of a class: a site file, data that all share, and exercises for each learner."""
+"""Folders of a class: a site file, data and a clone without solutions that all share, and a clone for each learner."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from tools.course.clones import OPEN_TO_JOIN, give_clone, require_account, write_class_clone
 from utils.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -49,13 +51,48 @@ def plan_class(folder: Path, accounts: Sequence[str]) -> list[Action]:
         actions.append(
             Action(f"make sample data, 280 MB, in {data}", partial(subprocess.run, make, cwd=ROOT, check=True))
         )
+    clone = folder / "tutorial"
+    if not clone.exists():
+        actions.append(Action(f"copy this repository without solutions to {clone}", partial(write_class_clone, clone)))
+    learners = folder / "learners"
+    if not learners.exists():
+        actions.append(Action(f"make {learners}, where learners can join", partial(_open_to_join, learners)))
     for account in accounts:
-        own = folder / "learners" / account
-        missing = [file for file in originals() if not (own / file.name).exists()]
-        if missing:
-            words = f"copy {len(missing)} exercises to {own}"
-            actions.append(Action(words, partial(_copy, missing, own)))
+        own = learners / account
+        if not own.exists():
+            actions.append(_clone_for(folder, account))
     return actions
+
+
+def _clone_for(folder: Path, account: str) -> Action:
+    """How a learner comes to a clone: from the instructor where that is possible, else by a call of the learner."""
+    own = folder / "learners" / account
+    is_root = os.geteuid() == 0
+    if is_root:
+        require_account(account)
+    if is_root or shutil.which("setfacl"):
+        return Action(f"make {own}, which {account} can write and others cannot read", partial(_give, folder, account))
+    return Action(_call_of(folder, account), _nothing)
+
+
+def _call_of(folder, account):
+    return f"let {account} call: cd {folder / 'tutorial'} && python -m tools.course join"
+
+
+def _give(folder, account):
+    try:
+        give_clone(folder, account)
+    except UsageError as error:
+        print(f"no clone for {account} ({error}): {_call_of(folder, account)}")
+
+
+def _nothing():
+    pass
+
+
+def _open_to_join(learners):
+    learners.mkdir(parents=True)
+    learners.chmod(OPEN_TO_JOIN)
 
 
 def plan_reset(folder: Path, accounts: Sequence[str], numbers: Sequence[int]) -> list[Action]:
@@ -67,9 +104,9 @@ def plan_reset(folder: Path, accounts: Sequence[str], numbers: Sequence[int]) ->
     for account in accounts:
         own = folder / "learners" / account
         if not own.is_dir():
-            raise UsageError(f"{own}: no such folder; python -m tools.course init makes it")
+            raise UsageError(f"{own}: no such folder; python -m tools.course init or join makes it")
         for original in originals():
-            theirs = own / original.name
+            theirs = own / "exercises" / original.name
             is_wanted = not numbers or int(original.name[:2]) in numbers
             is_changed = theirs.exists() and theirs.read_bytes() != original.read_bytes()
             if is_wanted and is_changed:
@@ -84,12 +121,6 @@ def _write(file, text):
     file.write_text(text)
 
 
-def _copy(files, folder):
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        shutil.copyfile(file, folder / file.name)
-
-
 def _free_name(file):
     """A name for what a file held: with the first number behind it that is not taken."""
     number = 1
@@ -99,5 +130,12 @@ def _free_name(file):
 
 
 def _replace(theirs, kept, original):
-    theirs.rename(kept)
-    shutil.copyfile(original, theirs)
+    try:
+        theirs.rename(kept)
+        shutil.copyfile(original, theirs)
+    except PermissionError:
+        account = theirs.parents[1].name
+        raise UsageError(f"{theirs}: you cannot write there: let {account} call reset without --accounts") from None
+    if os.geteuid() == 0:
+        owner = kept.stat()
+        os.chown(theirs, owner.st_uid, owner.st_gid)

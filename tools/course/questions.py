@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,11 @@ FOLDER = ROOT / "docs/questions"
 WHEN = ("before", "after")
 RUNGS = (1, 2, 3, 4)
 ROUNDING = 1e-9  # by which numbers that are read from text may differ
+# How learners write numbers: as here, with commas between thousands, or with a decimal comma and points between
+# thousands. docs/moving/questions.js has the same.
+PLAIN = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", re.I)
+COMMAS = re.compile(r"[+-]?[1-9][0-9]{0,2}(,[0-9]{3})+(\.[0-9]+)?")
+DECIMAL_COMMA = re.compile(r"[+-]?([0-9]*|[1-9][0-9]{0,2}(\.[0-9]{3})+),[0-9]+")
 # What a question may say; another key is a slip of the pen.
 KEYS = ("ask", "answer", "because", "choices", "unit", "tolerance")
 
@@ -43,10 +49,9 @@ class Question:
         if self.choices:
             return given == self.answer
         # A share of the answer, so that questions of any unit have one rule.
-        found = number(given)
         wanted = float(self.answer)
         bound = self.tolerance * abs(wanted) + ROUNDING
-        return found is not None and abs(found - wanted) <= bound
+        return any(abs(found - wanted) <= bound for found in numbers(given))
 
 
 @dataclass(frozen=True)
@@ -70,13 +75,31 @@ class QuestionSet:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def number(text: str) -> float | None:
-    """The finite number that a text says, with or without commas for thousands; None if it is none."""
-    try:
-        found = float(text.replace(",", ""))
-    except ValueError:
-        return None
-    return found if math.isfinite(found) else None
+def numbers(text: str) -> list[float]:
+    """The finite numbers that a text may mean: none, one, or the two of "1,000", which is one or a thousand."""
+    text = text.strip()
+    written = []
+    if PLAIN.fullmatch(text):
+        written.append(text)
+    if DECIMAL_COMMA.fullmatch(text):
+        written.append(text.replace(".", "").replace(",", "."))
+    if COMMAS.fullmatch(text):
+        written.append(text.replace(",", ""))
+    found = [float(each) for each in written]
+    return [each for each in found if math.isfinite(each)]
+
+
+def complaint_of(text: str) -> str:
+    """What to say to a learner whose answer is not one number; "" where it is."""
+    found = numbers(text)
+    if not found:
+        return "A number, please."
+    if len(found) > 1:
+        small, large = (f"{each:g}" for each in found)
+        # A keypad may have no point.
+        ways = f"For {large}, leave the comma out; for {small}, add a zero at the end."
+        return f"{text} may be {small} or {large}. {ways}"
+    return ""
 
 
 def read_questions(rung: int, folder: Path = FOLDER) -> dict[str, QuestionSet]:
@@ -110,7 +133,7 @@ def _question(entry: Mapping[str, Any], when: str, path: Path) -> Question:
     # A wrong file would judge a whole class wrongly.
     if choices and answer not in choices:
         raise UsageError(f"{where}: the answer {answer!r} is no choice")
-    if not choices and number(answer) is None:
+    if not choices and len(numbers(answer)) != 1:
         raise UsageError(f"{where}: the answer {answer!r} is no number")
     unit = asked.get("unit", "")
     tolerance = asked.get("tolerance", 0.0)

@@ -10,7 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tools.course.questions import RUNGS, WHEN, Question, QuestionSet, number, read_questions
+from tools.course.checking import learners_in
+from tools.course.questions import RUNGS, WHEN, Question, QuestionSet, complaint_of, read_questions
 from tools.tables import format_table
 from utils.errors import UsageError, one_line, os_errors_as_usage_errors
 from utils.files import read_json, write_json
@@ -85,10 +86,8 @@ def _ask(question: Question, read: Callable[[str], str], tell: Callable[[str], N
         letters[letter] = choice
         tell(f"   {letter}  {choice}")
     wanted = question.unit or "number"
-    complaint = "   a number, please"
     if letters:
         wanted = "/".join(letters)
-        complaint = "   a letter, please"
     # Whatever is neither an answer nor an empty line is asked for again.
     while True:
         given = read(f"   [{wanted}] ").strip()
@@ -97,10 +96,10 @@ def _ask(question: Question, read: Callable[[str], str], tell: Callable[[str], N
         letter = given.lower()
         if letter in letters:
             return letters[letter]
-        is_number = number(given) is not None
-        if is_number and not letters:
+        complaint = "A letter, please." if letters else complaint_of(given)
+        if not complaint:
             return given
-        tell(complaint)
+        tell(f"   {complaint}")
 
 
 # An instructor reads the answers of a class.
@@ -138,8 +137,7 @@ def read_class(folder: Path) -> tuple[list[HandedIn], list[str]]:
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
     """Learners and their files of answers, in order."""
-    folders = [path for path in folder.iterdir() if path.is_dir()]
-    for own in sorted(folders):
+    for own in learners_in(folder):
         for file in sorted(own.rglob(PATTERN)):
             yield own.name, file
 
@@ -181,13 +179,13 @@ def _parts(record: Any, file: Path) -> tuple[int, str, dict[str, Any], str]:
 # Tables.
 
 
-def quiz_tables(handed: Sequence[HandedIn]) -> str:
-    """A table of questions for each rung, and one of learners."""
+def quiz_tables(handed: Sequence[HandedIn], learners: Sequence[str] = ()) -> str:
+    """A table of questions for each rung, and one of learners. learners: those of the class."""
     texts = []
     for rung in sorted({each.rung for each in handed}):
         of_rung = [each for each in handed if each.rung == rung]
         texts.append(_table_of_questions(rung, of_rung))
-    texts.append(_table_of_learners(handed))
+    texts.append(_table_of_learners(handed, learners))
     return "\n\n".join(texts)
 
 
@@ -215,7 +213,8 @@ def _table_of_questions(rung: int, handed: Sequence[HandedIn]) -> str:
         share_after = _percent(after.values(), chosen)
         rows.append([label, share_before, share_after, gain])
     columns = {f"rung {rung}, right answers": "", "before, %": ".0f", "after, %": ".0f", "gain": "+.0f"}
-    counts = f"{len(before)} learners before, {len(after)} after."
+    learners = "learner" if len(before) == 1 else "learners"
+    counts = f"{len(before)} {learners} before, {len(after)} after."
     gains = f"Gain: percentage points, of the {len(both)} with both."
     return f"{format_table(columns, rows)}\n\n{counts} {gains}"
 
@@ -230,8 +229,8 @@ def _percent(handed, names):
     return 100 * sum(verdicts) / len(verdicts)
 
 
-def _table_of_learners(handed: Sequence[HandedIn]) -> str:
-    """Right answers of each learner."""
+def _table_of_learners(handed: Sequence[HandedIn], learners: Sequence[str]) -> str:
+    """Right answers of each learner, of those too who have answered nothing."""
     # Only what somebody has answered gets a column.
     counts = {}
     for each in handed:
@@ -242,9 +241,8 @@ def _table_of_learners(handed: Sequence[HandedIn]) -> str:
     columns = {"learner": ""}
     for rung, when in asked:
         columns[f"{when} rung {rung}"] = "d"
-    learners = {each.learner for each in handed}
     rows: list[list[Any]] = []
-    for learner in sorted(learners):
+    for learner in sorted({*learners, *(each.learner for each in handed)}):
         of_learner = [counts.get((learner, rung, when)) for rung, when in asked]
         rows.append([learner, *of_learner])
     return format_table(columns, rows)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import xarray
 
-from utils.errors import UsageError, os_errors_as_usage_errors
+from utils.errors import UsageError, first_line
 from weather.channels import ERA5, QUANTITIES, channel_key, channel_of, find_conversion
 from weather.grid import HOUR, Grid
 from weather.time_axis import show
@@ -55,7 +55,7 @@ def prepare_folder(path: Path | str) -> None:
     Raises UsageError if the folder cannot be written, or has forecasts of somebody else.
     """
     path = Path(path)
-    with os_errors_as_usage_errors():
+    try:
         path.mkdir(parents=True, exist_ok=True)
         files = sorted(path.glob("forecast-*.nc"))
         if files and not (path / SKILL).exists():
@@ -64,6 +64,9 @@ def prepare_folder(path: Path | str) -> None:
             file.unlink()
         # From now on the folder counts as ours, even if this forecast is stopped before it writes its skill.
         (path / SKILL).write_text("{}\n")
+    except OSError as error:
+        why = error.strerror or first_line(error)
+        raise UsageError(f"{path}: the forecasts cannot be written there ({why}): choose another --out") from error
 
 
 def attributes(

@@ -166,10 +166,7 @@ class Pool(AbstractContextManager):
                 except (EOFError, ConnectionError):
                     # The pipe may close before the process has its exit code.
                     processes[rank].join(1)
-                    # The system kills what lacks memory.
-                    was_killed = processes[rank].exitcode == -signal.SIGKILL
-                    kind = OutOfMemory if was_killed else RankError
-                    answers[rank] = kind(f"rank {rank} of {size} has ended (out of memory?)")
+                    answers[rank] = _ended(f"rank {rank} of {size}", processes[rank].exitcode)
                 # The first error ends the wait for ranks that may never answer.
                 if isinstance(answers[rank], Exception):
                     end = min(end, time.monotonic() + FAREWELL_SECONDS)
@@ -187,6 +184,18 @@ class Pool(AbstractContextManager):
 
     def __exit__(self, *_: object) -> None:
         self.end()
+
+
+def _ended(who: str, status: int | None) -> RankError:
+    """Why a process has ended without an answer, by its exit code (that of multiprocessing)."""
+    # The system kills what lacks memory.
+    if status == -signal.SIGKILL:
+        return OutOfMemory(f"{who} has ended (out of memory?)")
+    if status is None:
+        return RankError(f"{who} has closed its connection")
+    if status < 0:
+        return RankError(f"{who} has ended by signal {-status}")
+    return RankError(f"{who} has ended itself with status {status}, without an answer")
 
 
 def _failures(size: int, answers: dict[int, Any]) -> dict[int, Exception]:

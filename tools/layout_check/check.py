@@ -25,6 +25,7 @@ from tools.layout_check.causes import Apart
 from tools.layout_check.differences import TOLERANCES, errors_of, size_of
 from tools.layout_check.parts import FORWARD, INITIAL, INPUT, MOMENTS, RELOADED, STAGES, UNREDUCED, Key
 from tools.layout_check.recording import Training, record
+from tools.layout_check.wide import quick_compilation
 from tools.planner.layouts import script_of
 from tools.tables import format_table
 from utils import comm
@@ -39,7 +40,6 @@ SHOWN = 4  # names of outputs that could not be compared
 PLAIN = {
     "dropout": 0.0,
     "amp_mode": "none",
-    "enable_jit": False,
     "enable_cuda_graphs": False,
     "warmup": 0,
     "ema": None,
@@ -72,9 +72,10 @@ class Result:
         return not self.stage and not self.unsaved
 
 
-def plain(config: Config) -> Config:
-    """The config without what makes layouts differ in any case."""
-    return config.model_copy(update=PLAIN)
+def plain(config: Config, compiles: bool = False) -> Config:
+    """The config without what makes layouts differ in any case. compiles: whether enable_jit stays."""
+    update = PLAIN if compiles else {**PLAIN, "enable_jit": False}
+    return config.model_copy(update=update)
 
 
 def record_serially(
@@ -125,7 +126,8 @@ def train_layout(
 ) -> Training:
     """The record of a case, in the default dtype. folder: for its state, None where it is not saved."""
     use_mesh(rank, case.layout)
-    return record(case.config, rank.device, read_data, folder)
+    with quick_compilation():
+        return record(case.config, rank.device, read_data, folder)
 
 
 def compare(
@@ -273,7 +275,8 @@ def cases_of(words: Sequence[str], layouts: Sequence[str]) -> list[Case]:
         # The script follows from what is split, as a user would have to choose it.
         script = script_of(splits)
         cases.append(build_case(text, script, [*given, *split_words(sizes), *words, *batch], ranks))
-    return [replace(case, config=plain(case.config)) for case in cases]
+    # One device compiles nothing, for layouts that do to be compared with.
+    return [replace(case, config=plain(case.config, case.ranks > 1)) for case in cases]
 
 
 def main(argv: Sequence[str]) -> int:

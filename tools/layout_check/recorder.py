@@ -23,6 +23,7 @@ from tools.layout_check.parts import (
     of_parameter,
     part_of_rank,
 )
+from training.speed_options import blocks_of
 from training.step import TrainingStep
 from utils.device import device_module
 from utils.torch_private import is_batched
@@ -80,7 +81,7 @@ class Recorder:
 
         for part in self.outermost:
             self.hooks.append(part.register_forward_pre_hook(self._enter))
-        for name, module in self.model.named_modules():
+        for name, module in self.seen_modules():
             self.hooks.append(module.register_forward_pre_hook(partial(self._keep_input, name)))
             self.hooks.append(module.register_forward_hook(partial(self._keep_output, name)))
         for part in self.outermost:
@@ -91,6 +92,17 @@ class Recorder:
             is_seen = parameter.requires_grad and not isinstance(parameter, DTensor)
             if is_seen:
                 self.hooks.append(parameter.register_hook(partial(self._keep_unreduced, name)))
+
+    def seen_modules(self) -> list[tuple[str, nn.Module]]:
+        """The modules whose calls hooks can see, with their names: not those inside of compiled blocks."""
+        modules = list(self.model.named_modules())
+        if not self.step.config.enable_jit:
+            return modules
+        inside = set[nn.Module]()
+        for block in blocks_of(self.model, "enable_jit"):
+            inside.update(block.modules())
+            inside.remove(block)
+        return [(name, module) for name, module in modules if module not in inside]
 
     def remove_hooks(self) -> None:
         """Remove all hooks."""

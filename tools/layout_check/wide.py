@@ -62,6 +62,25 @@ def _wide_of(dtype: torch.dtype) -> torch.dtype:
 
 
 @contextmanager
+def quick_compilation() -> Iterator[None]:
+    """Inside, compiled code is traced as for the default backend, and no machine code is made of it.
+
+    What was compiled inside is forgotten afterwards: it would count against torch's limit in the next comparison.
+    """
+    compile_ = torch.compile
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return compile_(*args, **{"backend": "aot_eager", **kwargs})
+
+    with patch.object(torch, "compile", traced):
+        try:
+            yield
+        finally:
+            if "torch._dynamo" in sys.modules:
+                torch._dynamo.reset()
+
+
+@contextmanager
 def wide_casts() -> Iterator[None]:
     """Inside, models compute in the default dtype, in backward passes too, where checkpoints compute again."""
     mode = _WideCasts()

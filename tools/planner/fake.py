@@ -7,6 +7,7 @@ DistributedDataParallel, pipelines and process groups. Checked with torch 2.13.
 
 import inspect
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -60,6 +61,8 @@ def fake_rank(
         # Groups of ranks that send nothing.
         if layout.world_size > 1:
             backends = "fake" if held_on == "cpu" else f"cpu:fake,{held_on}:fake"
+            # torch writes the rank before each line of a traceback, once more for every group that this process makes.
+            stack.callback(setattr, sys, "excepthook", sys.excepthook)
             dist.init_process_group(backends, store=FakeStore(), rank=rank, world_size=layout.world_size)
             stack.callback(dist.destroy_process_group)
         before = comm.swap_meshes({})

@@ -249,7 +249,7 @@ class Symbols:
     @cached_property
     def muon(self) -> float:
         """Of `updated`, those that Muon updates: the matrices of hidden layers. It keeps one moment of them."""
-        if self.config.optimizer != "Muon":
+        if not self.config.optimizer_kind.trains_matrices:
             return 0.0
         return self.L * self.matrices * self.updated / self.parameters
 

@@ -40,9 +40,10 @@ def textbook_trace(s: Symbols) -> Trace:
 
 def memory(s: Symbols) -> dict[str, float]:
     """{label: bytes} as a Trace has them, and the most at once as "peak"."""
-    # ZeRO: Rajbhandari et al. 2020 (arXiv:1910.02054). Adam has two moments, Muon one.
+    # ZeRO: Rajbhandari et al. 2020 (arXiv:1910.02054). Adam has two moments, Muon one of its matrices.
     own = FULL * s.parameters / s.shards  # this rank's parameters, and as much for their gradients
-    optimizer = FULL * (2 * s.updated - s.muon)
+    moments = s.config.optimizer_kind.moments
+    optimizer = FULL * (moments * s.updated - s.muon)
     batch = s.m * (image_bytes(s) + s.rollout * state_bytes(s)) / s.members  # members share it
 
     kept = kept_activations(s)

@@ -31,7 +31,7 @@ def operations(s: Symbols) -> Counter[Operation]:
 
 def _compute_dtype(s: Symbols) -> torch.dtype:
     """The type in which matrices are multiplied."""
-    return AMP_DTYPES.get(s.config.amp_mode, torch.float32)
+    return AMP_DTYPES[s.config.amp_mode] or torch.float32
 
 
 def calls_of_blocks(s: Symbols) -> tuple[int, int]:
@@ -133,10 +133,11 @@ def _count_update(s: Symbols, counted: Counter[Operation]) -> None:
     if s.uses_ddp:
         _count_moves(counted, "backward", 2 * FULL * s.parameters, 12 * s.L, 1)
 
-    # Adam reads and writes so many numbers for each parameter. A fused kernel does all of it in one pass.
-    numbers, kernels = 12, 7
+    optimizer = s.config.optimizer_kind
+    numbers, kernels = optimizer.moved, optimizer.kernels
+    # A fused kernel does all of it in one pass.
     if s.config.enable_fused:
-        numbers, kernels = 4, 1
+        numbers, kernels = optimizer.moved_if_fused, 1
     _count_moves(counted, "update", numbers * FULL * s.updated, kernels, 1)
 
     if s.muon:

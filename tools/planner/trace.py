@@ -124,7 +124,7 @@ def _deep(config, layout, rank, device_type, inference):
     if replicas > 1 and not config.noddp:
         # zero1 shares out whole parameters.
         most = {"ddp": MOST_OF_DDP, "zero1": units}.get(config.data_parallel, MOST)
-    if config.optimizer == "Muon":
+    if config.optimizer_kind.trains_matrices:
         # Ranks share out whole matrices.
         most = units
     if left or units <= most:
@@ -160,7 +160,7 @@ def _trace(config, layout, rank, device_type, inference):
     plain = {"enable_jit": False, "enable_cuda_graphs": False, "tp_backend": "native", "amp_mode": mode}
     config = config.model_copy(update=plain)
     device = torch.device("cpu")  # the only one whose fake tensors have a backward pass
-    autocast = CudaAutocast(AMP_DTYPES.get(config.amp_mode)) if device_type != "cpu" else None
+    autocast = CudaAutocast(AMP_DTYPES[config.amp_mode]) if device_type != "cpu" else None
     with fake_rank(layout, rank, device_type) as fake, values_are_zero(), ExitStack() as stack:
         # A run keeps these indices from the first block that needs them on, but not those of tensors without data.
         stack.enter_context(patch.object(neighborhood, "_tiles", cache(neighborhood._tiles)))
@@ -189,7 +189,7 @@ def _trace(config, layout, rank, device_type, inference):
             optimizer = build_optimizer(config, parallel, device)
             for group in optimizer.param_groups:
                 if device_type != "cpu" and not group["muon"]:
-                    group["foreach"] = not group["fused"]  # torch's choice on a GPU
+                    group["foreach"] = not group.get("fused")  # torch's choice on a GPU
             step = TrainingStep(config, device, parallel, optimizer, task)
             x, y = random_batch(step.task, device)
             if inference:

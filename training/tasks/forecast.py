@@ -11,16 +11,17 @@ from torch import Tensor
 
 from distributed.collectives import as_group, sum_over_ranks
 from distributed.parallel_model import ParallelModel
-from training.crps import exchange_points, own_points, weighted_crps
+from training.crps import exchange_points, own_points
 from training.ensemble import members_of_ranks, repeat_members
-from training.losses import loss_weights, relative_l2, weighted_squared_error
+from training.losses import loss_weights
 from training.region import check_columns
 from training.rollout import Rollout
 from training.tasks.frames_check import check_test_years, look_at_frames
 from training.tasks.task import Task, Validator
 from training.tasks.validation import EnsembleValidator, ForecastValidator
 from utils import comm
-from utils.data_loader import BatchLoader, DataLoader, reads_samples
+from utils.choices import choose, load
+from utils.data_loader import BatchLoader, reads_samples
 from utils.errors import UsageError
 from utils.schema import Config, count_forcings
 from weather.channels import CHANNELS
@@ -31,6 +32,9 @@ from weather.grid import latitudes
 from weather.remote_store import RemoteOptions
 from weather.splits import check_apart
 from weather.statistics import Statistics, check_changes, positive_statistics, read_statistics
+
+GIVES_CHANGE = {"state": False, "change": True}  # of `predict`: whether the network gives the change of the state
+LOADERS = {"pytorch": "utils.data_loader:DataLoader", "dali": "utils.data_loader_dali:DaliDataLoader"}
 
 
 class ForecastTask(Task):
@@ -43,6 +47,8 @@ class ForecastTask(Task):
         if len(self.config.img_size) != 2:
             where = f"{self.config.config}: img_size {self.config.img_size}"
             raise UsageError(f"{where}: forecasts are of latitude and longitude")
+        self._loss = self.config.loss_kind
+        self._score = load(self._loss.function)
         self._rollout: Rollout | None = None
         self._train: FieldDataset | None = None
         self._weights: dict[bool, Tensor] = {}  # of whole images, or of this rank's part
@@ -64,7 +70,7 @@ class ForecastTask(Task):
         self._train = train
         self.notes = [*train.notes(), *valid.notes(), *check_columns(config, train.description.grid)]
         # Weights for channels that the data lack are refused now, not in the first step.
-        if config.loss != "relative_l2":
+        if self._loss.is_weighted:
             loss_weights(config, *self._described)
         self.check_batch(len(train))
 
@@ -154,8 +160,8 @@ class ForecastTask(Task):
 
     def loss(self, prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None) -> Tensor:
         """The loss that the config names, the mean over the steps of the forecast."""
-        if self.config.loss == "crps":
-            return self._crps(prediction, target).mean()
+        if self._loss.scores_members:
+            return self._score_ensemble(prediction, target).mean()
         # Every step of a forecast counts as a sample: (B, k n_out, h, w) -> (B k, n_out, h, w).
         n_out = self.config.n_out_channels
         prediction = prediction.unflatten(1, (-1, n_out)).flatten(0, 1)
@@ -170,9 +176,9 @@ class ForecastTask(Task):
         image_group: dist.ProcessGroup | None = None,
     ) -> Tensor:
         """The loss of each sample, (B,), of images (B, n_out, H, W); not whole: of this rank's part of them."""
-        if self.config.loss == "relative_l2":
-            return relative_l2(prediction, target, image_group)
-        return weighted_squared_error(prediction, target, self.weights(whole, target.device), image_group)
+        if not self._loss.is_weighted:
+            return self._score(prediction, target, image_group)
+        return self._score(prediction, target, self.weights(whole, target.device), image_group)
 
     def weights(self, whole: bool, device: torch.device) -> Tensor:
         """Weights of the channels and points of an image, (n_out, H, 1); not whole: of this rank's rows."""
@@ -185,7 +191,7 @@ class ForecastTask(Task):
             self._weights[whole] = weights.to(device)
         return self._weights[whole]
 
-    def _crps(self, prediction: Tensor, target: Tensor) -> Tensor:
+    def _score_ensemble(self, prediction: Tensor, target: Tensor) -> Tensor:
         """The score of each sample by the members of all ranks, (B,). prediction: this rank's, (B m, k n_out, h, w)."""
         group = comm.get_group("ens")
         members = prediction.unflatten(0, (len(target), -1)).flatten(2)  # (B, m, P), of this rank's part of images
@@ -197,13 +203,13 @@ class ForecastTask(Task):
         of_a_step = weights.expand(-1, -1, target.shape[-1]).flatten() / steps
         of_points = own_points(of_a_step.repeat(steps), group)  # (p,)
         truth = own_points(target.flatten(1), group)  # (B, p)
-        scores = weighted_crps(members, truth, of_points, self.config.crps_alpha)
+        scores = self._score(members, truth, of_points, self.config.crps_alpha)
         return sum_over_ranks(scores, as_group(comm.get_group("sample")))
 
     def member_losses(self, members: Tensor, target: Tensor) -> Tensor:
         """The score of each sample, (B,), of whole ensembles (B, M, n_out, H, W) and whole images (B, n_out, H, W)."""
         weights = self.weights(True, target.device).expand(-1, -1, target.shape[-1]).flatten()
-        return weighted_crps(members.flatten(2), target.flatten(1), weights, self.config.crps_alpha)
+        return self._score(members.flatten(2), target.flatten(1), weights, self.config.crps_alpha)
 
     def build_validator(self, loader: BatchLoader) -> Validator:
         """RMSE and ACC of each channel."""
@@ -229,11 +235,7 @@ class ForecastTask(Task):
 
 def loader_class(name: str) -> type[BatchLoader]:
     """The class of the data loader that the config names. DALI is imported only where it is asked for."""
-    if name == "pytorch":
-        return DataLoader
-    from utils.data_loader_dali import DaliDataLoader
-
-    return DaliDataLoader
+    return load(choose("data_loader_config", name, LOADERS))
 
 
 def statistics_of(config: Config, names: Sequence[str] = ()) -> Statistics:
@@ -247,7 +249,8 @@ def statistics_of(config: Config, names: Sequence[str] = ()) -> Statistics:
 
 def rollout_of(config: Config, device: torch.device) -> Rollout:
     """The Rollout of a config. Raises UsageError where the size of the change is asked for, and not known."""
-    if config.predict == "state":
+    gives_change = choose("predict", config.predict, GIVES_CHANGE)
+    if not gives_change:
         return Rollout(config)
     # The file lies beside the other statistics.
     path = Path(config.global_stds_path).with_name("change_stds.npy")

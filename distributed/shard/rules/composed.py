@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from distributed.collectives import reduce_from_region
@@ -64,6 +65,26 @@ def _cosine_similarity(x1, x2, dim=1, eps=1e-8):
     return (unit1 * unit2).sum(dim)
 
 
+def _dist(input, other, p=2):
+    return torch.linalg.vector_norm(input - other, p)
+
+
+def _pairwise_distance(x1, x2, p=2.0, eps=1e-6, keepdim=False):
+    return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
+
+
+def _vecdot(x, y, *, dim=-1):
+    return (x.conj() * y).sum(dim)
+
+
+def _fliplr(input):
+    return input.flip(1)
+
+
+def _flipud(input):
+    return input.flip(0)
+
+
 def _prelu(input, weight):
     scaled = of_channels(weight, input) * input
     return torch.where(input > 0, input, scaled)
@@ -74,7 +95,12 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     "bilinear": _bilinear,
     "channel_shuffle native_channel_shuffle": _channel_shuffle,
     "cosine_similarity": _cosine_similarity,
+    "dist": _dist,
+    "fliplr": _fliplr,
+    "flipud": _flipud,
+    "pairwise_distance": _pairwise_distance,
     "prelu": _prelu,
+    "vecdot": _vecdot,
 }
 
 
@@ -201,6 +227,8 @@ def as_strided(
     host whether the parts of all ranks are in row-major order. Raises no_rule for tensors in another order, and where
     the ranks' pieces would be broken up.
     """
+    if is_dynamo_compiling():
+        raise no_rule(func, (input,), {}, "compiled code cannot ask the ranks how their memory is ordered")
     if not _is_row_major(input, storage_offset) or 0 in size:
         raise no_rule(func, (input,), {}, "it is empty, or not in row-major order")
 

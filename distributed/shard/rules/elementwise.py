@@ -19,6 +19,7 @@ from torch import Tensor
 from distributed.layers import rank_random
 from distributed.shard.hacks import adopt
 from distributed.shard.operands import check_writable, common_spec, local_operand, sum_partial
+from distributed.shard.plans import Plan, as_it_is, fits_of, fitted, planned_else
 from distributed.shard.rules.rows import change_row
 from distributed.shard.spec import Spec
 from distributed.shard.tensor import ShardTensor, local, named, no_rule, rule, wrap, wrap_result
@@ -49,7 +50,7 @@ def changes_in_place(func: Callable) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
-BINARY = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+BINARY = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 OPERATORS = [f"__{kind}{name}__" for kind in ("", "r", "i") for name in BINARY]
 NOT_MARKED = (  # other names of marked functions, and functions that copy or fill
     "__eq__",
@@ -138,9 +139,10 @@ def elementwise(func: Callable, *args: Any, **kwargs: Any) -> ShardTensor:
         if spec is not None and not has_tensor_options:
             stays_valid = not spec.partial or (not kwargs and keeps_sums(func, args))
             if stays_valid:
+                first = args[0]
                 out = func(*args, **kwargs)
-                return wrap_result(out, spec) if out is not args[0] else check_writable(out)
-    return broadcast(func, args, kwargs)
+                return wrap_result(out, spec) if out is not first else check_writable(first)
+    return broadcast(func, *args, **kwargs)
 
 
 def keeps_sums(func: Callable, args: Sequence[Any]) -> bool:
@@ -154,10 +156,25 @@ def keeps_sums(func: Callable, args: Sequence[Any]) -> bool:
     return func in ADDING and all(tensors)
 
 
+def plan_of_operands(func: Callable, *args: Any, **kwargs: Any) -> Plan | None:
+    """Each rank takes its part of all operands, where that needs no message."""
+    operands = (*args, *kwargs.values())
+    tensors = [x for x in operands if isinstance(x, Tensor)]
+    has_sums = any(isinstance(x, ShardTensor) and x.spec.partial for x in tensors)
+    if func in IN_PLACE or has_sums:
+        return None
+    spec = common_spec(tensors)
+    fits = fits_of(operands, [spec] * len(operands))
+    if fits is None or (kwargs and any(fit is not as_it_is for fit in fits)):
+        return None
+    return Plan(fitted(func, fits[: len(args)]), spec)
+
+
+@planned_else(plan_of_operands, takes_tensors=True)
 def broadcast(
     func: Callable,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> ShardTensor:
     """The general case: reduce partial operands, find the common split, and bring all operands to it."""
     # A plain tensor can only take split values if it becomes split itself.
@@ -171,12 +188,12 @@ def broadcast(
         adopt(func, args[0], spec)
     if in_place and args[0].spec.partial:
         row, *others = args
-        if row.row_of is None:
+        if getattr(row, "row_of", None) is None:  # compiled code does not know it
             raise no_rule(func, args, kwargs, "in place on a partial tensor")
         return change_row(func, row, others, kwargs)
 
     # In place the first operand decides on the split; otherwise the operands that are split do.
-    args = [sum_partial(x) for x in args]
+    args = tuple([sum_partial(x) for x in args])
     kwargs = {name: sum_partial(x) for name, x in kwargs.items()}
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     spec = args[0].spec if in_place else common_spec(tensors)
@@ -184,14 +201,14 @@ def broadcast(
     def fit(x: Any) -> Any:
         return local_operand(x, spec) if isinstance(x, Tensor) else x
 
-    first = args[0]
-    own_others = [fit(x) for x in args[1:]]
     own_kwargs = {name: fit(x) for name, x in kwargs.items()}
     if in_place:
+        first, *others = args
+        own_others = [fit(x) for x in others]
         func(first, *own_others, **own_kwargs)
         return check_writable(first)
-    own_first = fit(first)
-    return wrap(func(own_first, *own_others, **own_kwargs), spec)
+    own_args = [fit(x) for x in args]
+    return wrap(func(*own_args, **own_kwargs), spec)
 
 
 def is_for_all(spec: Spec, operands: Sequence[Any]) -> bool:

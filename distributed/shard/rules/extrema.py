@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed.collectives import reduce_from_region
+from distributed.collectives import Group, copy_to_region, reduce_from_region
 from distributed.shard.operands import sum_partial
 from distributed.shard.rules.reductions import Dims, dims_of, reduce_by, wrap_reduced
 from distributed.shard.spec import part_of
@@ -40,7 +40,7 @@ def extremum(
         mask = part == value
         own_count = mask.sum(dims, keepdim=True)
         count = reduce_from_region(own_count, group)  # on all ranks
-    out = _SharedGradient.apply(part, value, mask, count)
+    out = _SharedGradient.apply(part, value, mask, count, group)
     return wrap_reduced(out, spec, dims, keepdim)
 
 
@@ -48,7 +48,7 @@ class _SharedGradient(torch.autograd.Function):
     """The extremum of a local tensor, whose value is known; its gradient goes in equal shares to some elements.
 
     x: the local tensor. value: the extremum, with size 1 in the reduced dimensions. mask: which elements of x take a
-    share. count: number of such elements on all ranks, in the shape of value.
+    share. count: number of such elements on all ranks, in the shape of value. group: these ranks.
     """
 
     @staticmethod
@@ -58,14 +58,17 @@ class _SharedGradient(torch.autograd.Function):
         value: Tensor,
         mask: Tensor,
         count: Tensor,
+        group: Group,
     ) -> Tensor:
         ctx.save_for_backward(mask, count)
+        ctx.group = group
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mask, count = ctx.saved_tensors  # this rank's extremal elements, and the number on all ranks
-        return mask * (grad / count), None, None, None
+        grad = copy_to_region(grad, ctx.group)  # each rank gives it to other elements
+        return mask * (grad / count), None, None, None, None
 
 
 @rule(*named("max", "min"))
@@ -157,5 +160,6 @@ def _of_split_dim(x, part, dim, largest):
         indices = local(reduce_by(torch.amin, wrap(candidates, spec), dims, True))
     # One element alone has the gradient, as in torch.
     one = torch.ones_like(indices)
-    values = _SharedGradient.apply(part, value, places == indices, one)
+    _, group = spec.shares(dim)
+    values = _SharedGradient.apply(part, value, places == indices, one, group)
     return values, indices

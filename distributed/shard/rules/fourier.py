@@ -39,7 +39,7 @@ def fourier(
 
     The last dimension of a real transform comes first, that of the inverse last.
     """
-    name = func.__name__.removeprefix("fft_")  # "irfft2": inverse, real, of two dimensions
+    name = str(func.__name__).removeprefix("fft_")  # "irfft2": inverse, real, of two dimensions
     is_real = "rfft" in name
     is_inverse = name.startswith("i")
     dims, lengths = _dims_and_lengths(name, input.spec, keywords.get("n", s), dim)

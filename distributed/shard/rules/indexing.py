@@ -9,14 +9,30 @@ from torch import Tensor
 from distributed.halo import bounds
 from distributed.shard.axes import Axes, Axis, mesh_dims_of, prefix_axes, unsplit_axes
 from distributed.shard.operands import sum_partial
+from distributed.shard.plans import Plan, planned_else
 from distributed.shard.rules.along import unshard_dims
 from distributed.shard.rules.lookup import mask_of, masked, rows_of_plain
 from distributed.shard.rules.spatial import no_outputs
 from distributed.shard.spec import Spec
 from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, rule, wrap
 
+OF_ELEMENTS = Tensor, list, range, bool  # items of an index that are no numbers or slices
+
+
+def plan_of_slices(func: Callable, x: Tensor, index: Any) -> Plan | None:
+    """A selection by numbers and slices that is no row of a split dimension: each rank takes its part."""
+    items = index if isinstance(index, tuple) else (index,)
+    has_tensors = any(isinstance(item, OF_ELEMENTS) for item in items)
+    if has_tensors or not isinstance(x, ShardTensor):
+        return None
+    spec, own_index = locate(func, x, index_items(func, x, index))
+    if spec.partial != x.spec.partial or own_index is None:
+        return None
+    return Plan(lambda part, index: part[own_index], spec)
+
 
 @rule(Tensor.__getitem__)
+@planned_else(plan_of_slices)
 def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
     """Index with numbers, slices, None and Ellipsis, with tensors and lists, or with a mask.
 

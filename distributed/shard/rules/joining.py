@@ -10,13 +10,29 @@ from torch import Tensor
 from distributed.halo import HaloExchange, bounds
 from distributed.shard.axes import Axis, merged, mesh_dims_of, prefix_axes, unsplit_axes
 from distributed.shard.operands import global_shape, joint_axes, local_operand, sum_partial
+from distributed.shard.plans import Plan, fits_of, planned_else
 from distributed.shard.rules.reductions import dims_of
 from distributed.shard.rules.views import numbers
-from distributed.shard.spec import shard_sizes
+from distributed.shard.spec import Spec, shard_sizes
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
+def plan_of_stack(
+    func: Callable,
+    tensors: Sequence[Tensor],
+    dim: int = 0,
+) -> Plan | None:
+    """Stack tensors that are split alike."""
+    specs = [x.spec for x in tensors if isinstance(x, ShardTensor)]
+    if len(specs) < len(tensors) or any(spec != specs[0] for spec in specs):
+        return None
+    dims = list(specs[0].dims)
+    dims.insert(dim % (len(dims) + 1), unsplit_axes(len(specs)))
+    return Plan(torch.stack, specs[0].with_dims(dims))
+
+
 @rule(*named("stack"))
+@planned_else(plan_of_stack, takes_tensors=True)
 def stack(
     func: Callable,
     tensors: Sequence[Tensor],
@@ -32,7 +48,29 @@ def stack(
     return cat(func, rows, dim)
 
 
+def plan_of_join(
+    func: Callable,
+    tensors: Sequence[Tensor],
+    dim: int = 0,
+) -> Plan | None:
+    """Each rank joins what it has, where no rows move."""
+    given, alike = joinable(tensors)
+    if not alike or len(given) < len(tensors):
+        return None
+    dim, specs, joined = joined_specs(func, given, dim)
+    fits = fits_of(given, specs)
+    if fits is None:
+        return None
+
+    def compute(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        parts = [fit(x) for fit, x in zip(fits, tensors, strict=True)]
+        return torch.cat(parts, dim)
+
+    return Plan(compute, joined)
+
+
 @rule(*named("cat", "concat", "concatenate"))
+@planned_else(plan_of_join, takes_tensors=True)
 def cat(
     func: Callable,
     tensors: Sequence[Tensor],
@@ -42,12 +80,29 @@ def cat(
 
     Raises RuntimeError where other sizes differ, and no_rule for rows behind the tokens of tiles.
     """
-    # Empty tensors of one dimension have no say: torch skips them too.
-    tensors = [x for x in tensors if tuple(global_shape(x)) != (0,)]
-    partial = {x.spec.partial if isinstance(x, ShardTensor) else None for x in tensors}
-    all_partial_alike = len(partial) == 1
-    if not all_partial_alike:
+    tensors, alike = joinable(tensors)
+    if not alike:
         tensors = [sum_partial(x) for x in tensors]
+    dim, specs, joined = joined_specs(func, tensors, dim)
+    # Each rank joins the rows that it holds in the result.
+    in_place = [local_operand(x, spec) for x, spec in zip(tensors, specs, strict=True)]
+    return wrap(torch.cat(in_place, dim), joined)
+
+
+def joinable(tensors: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
+    """(the tensors that have a say, whether they are partial alike)."""
+    # Empty tensors of one dimension have none: torch skips them too.
+    given = [x for x in tensors if tuple(global_shape(x)) != (0,)]
+    partial = {x.spec.partial if isinstance(x, ShardTensor) else None for x in given}
+    return given, len(partial) == 1
+
+
+def joined_specs(
+    func: Callable,
+    tensors: Sequence[Tensor],
+    dim: int,
+) -> tuple[int, list[Spec], Spec]:
+    """(dim, the spec of each tensor as its rows lie in the result, the spec of the result)."""
     parts = [x for x in tensors if isinstance(x, ShardTensor)]
     (dim,) = dims_of(parts[0].spec, dim)
     counts = _rows_of_each(tensors, dim)
@@ -74,12 +129,8 @@ def cat(
         for part in cut:
             part.spec.split(dim)  # or CannotSplit
         pieces, joined = _in_one_piece(tensors, counts, dim, cut[0].spec)
-
-    # Each rank joins the rows that it holds in the result.
-    in_place = []
-    for x, piece in zip(tensors, pieces, strict=True):
-        in_place.append(local_operand(x, base.with_axes(dim, piece)))
-    return wrap(torch.cat(in_place, dim), base.with_axes(dim, joined))
+    wanted = [base.with_axes(dim, piece) for piece in pieces]
+    return dim, wanted, base.with_axes(dim, joined)
 
 
 def _rows_of_each(tensors, dim):

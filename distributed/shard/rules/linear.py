@@ -7,7 +7,7 @@ mesh dimension splits two dimensions, one of them is gathered first.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,20 +22,77 @@ from distributed.shard.operands import (
     scale_grad_by_replicas,
     sum_partial,
 )
+from distributed.shard.plans import Plan, fits_of, fitted, planned_else
 from distributed.shard.rules.along import split_again, unshard_dims
 from distributed.shard.spec import Spec, part_of
 from distributed.shard.tensor import (
-    NEVER_SPLIT,
     ShardTensor,
     dispatch,
     named,
     no_rule,
     rule,
     wrap,
-    wrap_result,
 )
 
 LEAST_OF_A_PART = 4  # a sum that has a quarter of the elements of a rank's part, or more, is split again
+
+
+class Contraction(NamedTuple):
+    """How a product is split: the spec of the result, that which each operand takes, and whether it is split again."""
+
+    out: Spec
+    wanted: list[Spec]
+    is_split_again: bool
+
+
+def contraction(
+    operands: Sequence[Tensor],
+    labels: Sequence[Sequence[str]],
+    result: Sequence[str],
+) -> Contraction:
+    """The split of a function that is linear in each operand. labels, result: as in `contracted`."""
+    parts = []
+    for x, names in zip(operands, labels, strict=True):
+        if isinstance(x, ShardTensor):
+            parts.append((x.spec, names))
+    first_spec, _ = parts[0]
+    mesh = first_spec.mesh
+    partial = first_spec.partial
+
+    # The split of each label, and of the result: partial over what splits the labels that it does not have.
+    sizes = common_sizes(operands, labels)
+    axes = joint_axes(parts, sizes, set(partial))  # {label: axes}
+    summed_axes = [a for name, a in axes.items() if name not in result]
+    summed = mesh_dims_of(*summed_axes)
+    out_partial = tuple(sorted(summed.union(partial)))
+    out_dims = tuple([axes[name] for name in result])
+    out = Spec(mesh, out_dims, out_partial)
+    wanted = []
+    for names in labels:
+        wanted.append(out.with_dims([axes[name] for name in names]))
+
+    # All ranks decide alike, by sizes of whole tensors: of those that are split, and not of tables beside them, which
+    # may be larger (Legendre polynomials of all orders). A transform may leave out the higher degrees.
+    elements = [spec.shape.numel() for spec, _ in parts]
+    elements_of_copies = out.shape.numel() * mesh.joint.size
+    is_of_images = len(result) > 3
+    is_large = LEAST_OF_A_PART * elements_of_copies >= max(elements)
+    return Contraction(out, wanted, bool(summed) and is_of_images and is_large)
+
+
+def plan_of_product(
+    compute: Callable[..., Tensor],
+    operands: Sequence[Tensor],
+    labels: Sequence[Sequence[str]],
+    result: Sequence[str],
+) -> Plan | None:
+    """compute(*operands), each prepared, where that needs no message; the arguments are as in `contracted`."""
+    specs = [x.spec for x in operands if isinstance(x, ShardTensor)]
+    if len(specs) > 1 and any(spec.partial for spec in specs):
+        return None
+    out, wanted, is_split_again = contraction(operands, labels, result)
+    fits = fits_of(operands, wanted, out)
+    return None if fits is None or is_split_again else Plan(fitted(compute, fits), out)
 
 
 def contracted(
@@ -55,42 +112,17 @@ def contracted(
     split_operands = [x for x in operands if isinstance(x, ShardTensor)]
     if len(split_operands) > 1:
         operands = [sum_partial(x) for x in operands]
-    parts = []
-    for x, names in zip(operands, labels, strict=True):
-        if isinstance(x, ShardTensor):
-            parts.append((x.spec, names))
-    first_spec, _ = parts[0]
-    mesh = first_spec.mesh
-    partial = first_spec.partial
-
-    # The split of each label, and of the result: partial over what splits the labels that it does not have.
-    sizes = common_sizes(operands, labels)
-    axes = joint_axes(parts, sizes, set(partial))  # {label: axes}
-    summed_axes = [a for name, a in axes.items() if name not in result]
-    summed = mesh_dims_of(*summed_axes)
-    out_partial = tuple(sorted(summed.union(partial)))
-    out_dims = tuple([axes[name] for name in result])
-    out = Spec(mesh, out_dims, out_partial)
+    out, wanted, is_split_again = contraction(operands, labels, result)
 
     # Each operand takes the split of its labels. The result's spec says which ranks use their copies for other parts.
     arguments = []
-    for x, names in zip(operands, labels, strict=True):
-        wanted = out.with_dims([axes[name] for name in names])
-        arguments.append(local_operand(x, wanted, out))
+    for x, spec in zip(operands, wanted, strict=True):
+        arguments.append(local_operand(x, spec, out))
     # The bias is an argument of the function, which adds it to this rank's term.
     if bias is not None:
         arguments.append(own_bias(bias, out))
     product = wrap(compute(*arguments), out)
-
-    # All ranks decide alike, by sizes of whole tensors: of those that are split, and not of tables beside them, which
-    # may be larger (Legendre polynomials of all orders). A transform may leave out the higher degrees.
-    elements = [spec.shape.numel() for spec, _ in parts]
-    elements_of_copies = out.shape.numel() * mesh.joint.size
-    is_of_images = len(result) > 3
-    is_large = LEAST_OF_A_PART * elements_of_copies >= max(elements)
-    if summed and is_of_images and is_large:
-        return split_again(product)
-    return product
+    return split_again(product) if is_split_again else product
 
 
 def common_sizes(
@@ -130,7 +162,30 @@ def of_whole_rows(spec: Spec, weight_shape: torch.Size) -> Spec | None:
     return spec.with_dims((*rows, features))
 
 
+def plan_of_rows(
+    func: Callable,
+    input: Any,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> Plan | None:
+    """The common case: a plain weight, and features that are whole. Each rank multiplies its rows."""
+    if isinstance(weight, ShardTensor) or isinstance(bias, ShardTensor):
+        return None
+    out = of_whole_rows(input.spec, weight.shape)
+    if out is None:
+        return None
+    if out.copies == 1 and not out.partial:  # the weight is used as it is
+        return Plan(F.linear, out)
+
+    def compute(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        own = None if bias is None else own_bias(bias, out)
+        return F.linear(input, scale_grad_by_replicas(weight, out), own)
+
+    return Plan(compute, out)
+
+
 @rule(F.linear)
+@planned_else(plan_of_rows, takes_tensors=True)
 def linear(
     func: Callable,
     input: Any,
@@ -138,33 +193,16 @@ def linear(
     bias: Tensor | None = None,
 ) -> ShardTensor:
     """(..., D) x (E, D) -> (..., E). If D is split, the result is partial."""
-    is_split_bias = type(bias) not in NEVER_SPLIT and isinstance(bias, ShardTensor)
-    if is_split_bias:
+    if isinstance(bias, ShardTensor):
         raise no_rule(func, (input, weight, bias), {}, "the bias must be a plain tensor")
-    # The common case: a plain weight, and features that are whole. Each rank multiplies its rows.
-    out = None
-    if type(weight) is not ShardTensor:
-        spec = input.spec
-        shape = weight.shape
-        out = spec.derived(("linear", shape), lambda: of_whole_rows(spec, shape))
-    if out is None:
-        if weight.dim() != 2:
-            raise no_rule(func, (input, weight, bias), {}, "the weight must be a matrix")
-        batch = [f"b{i}" for i in range(input.dim() - 1)]
-        return contracted(F.linear, (input, weight), ([*batch, "d"], ["e", "d"]), [*batch, "e"], bias)
-    # Without copies and sums the weight is used as it is.
-    if out.copies > 1 or out.partial:
-        weight = scale_grad_by_replicas(weight, out)
-        bias = None if bias is None else own_bias(bias, out)
-    return wrap_result(F.linear(input, weight, bias), out)
+    if weight.dim() != 2:
+        raise no_rule(func, (input, weight, bias), {}, "the weight must be a matrix")
+    batch = [f"b{i}" for i in range(input.dim() - 1)]
+    return contracted(F.linear, (input, weight), ([*batch, "d"], ["e", "d"]), [*batch, "e"], bias)
 
 
-@rule(*named("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot"))
-def matmul(func: Callable, input: Tensor, other: Tensor) -> ShardTensor:
-    """(..., N, D) x (..., D, M) -> (..., N, M) with broadcast batches; vectors as in torch."""
-    if func.__name__ == "__rmatmul__":
-        input, other = other, input
-    # Labels: n rows, d summed, m columns; vectors lack the first or the last.
+def labels_of_matmul(input: Tensor, other: Tensor) -> tuple[tuple[list[str], list[str]], list[str]]:
+    """(labels of both operands, labels of the result): n rows, d summed, m columns; vectors lack n or m."""
     has_rows = input.dim() > 1
     has_columns = other.dim() > 1
     first = [*_batch(input), "n", "d"] if has_rows else ["d"]
@@ -175,7 +213,25 @@ def matmul(func: Callable, input: Tensor, other: Tensor) -> ShardTensor:
         result.append("n")
     if has_columns:
         result.append("m")
-    return contracted(torch.matmul, (input, other), (first, second), result)
+    return (first, second), result
+
+
+def plan_of_matmul(func: Callable, input: Tensor, other: Tensor) -> Plan | None:
+    """A product of parts."""
+    if func.__name__ == "__rmatmul__":
+        return None
+    labels, result = labels_of_matmul(input, other)
+    return plan_of_product(torch.matmul, (input, other), labels, result)
+
+
+@rule(*named("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot"))
+@planned_else(plan_of_matmul, takes_tensors=True)
+def matmul(func: Callable, input: Tensor, other: Tensor) -> ShardTensor:
+    """(..., N, D) x (..., D, M) -> (..., N, M) with broadcast batches; vectors as in torch."""
+    if func.__name__ == "__rmatmul__":
+        input, other = other, input
+    labels, result = labels_of_matmul(input, other)
+    return contracted(torch.matmul, (input, other), labels, result)
 
 
 @rule(torch.cdist)
@@ -243,9 +299,32 @@ def outer(func: Callable, input: Tensor, vec2: Tensor) -> ShardTensor:
     return contracted(torch.outer, (input, vec2), labels, ["n", "m"])
 
 
+def plan_of_einsum(func: Callable, equation: str, *operands: Any) -> Plan | None:
+    """A contraction of parts as they are."""
+    tensors, labels, result = labels_of_einsum(func, equation, operands)
+    plan = plan_of_product(func, tensors, labels, result)
+    # Operands that take their part of a plain tensor, say, are not as they are.
+    return Plan(func, plan.spec) if plan and plan.compute is func else None
+
+
 @rule(torch.einsum)
+@planned_else(plan_of_einsum, takes_tensors=True)
 def einsum(func: Callable, equation: str, *operands: Any) -> ShardTensor:
     """Contract by an equation in which no operand repeats a letter."""
+    tensors, labels, result = labels_of_einsum(func, equation, operands)
+
+    def compute(*parts: Tensor) -> Tensor:
+        return torch.einsum(equation, *parts)
+
+    return contracted(compute, tensors, labels, result)
+
+
+def labels_of_einsum(
+    func: Callable,
+    equation: str,
+    operands: Sequence[Any],
+) -> tuple[Sequence[Any], list[list[str]], list[str]]:
+    """(operands, labels of each, labels of the result)."""
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     if not isinstance(equation, str):
@@ -278,12 +357,7 @@ def einsum(func: Callable, equation: str, *operands: Any) -> ShardTensor:
         once = [letter for letter in set(every) if every.count(letter) == 1]
         ellipsis = "..." if "..." in left else ""
         right = ellipsis + "".join(sorted(once))
-    result = _letters(right, dots)
-
-    def compute(*parts: Tensor) -> Tensor:
-        return torch.einsum(equation, *parts)
-
-    return contracted(compute, operands, labels, result)
+    return operands, labels, _letters(right, dots)
 
 
 def _letters(term, dots):

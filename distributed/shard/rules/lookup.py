@@ -105,7 +105,7 @@ def scatter(
     spec = x.spec.with_axes(dim, unsplit_axes(length))
 
     # In place, this rank's part of the input must be the one that is written.
-    in_place = func.__name__.endswith("_")
+    in_place = str(func.__name__).endswith("_")
     is_unchanged = not like.spec.partial and x.spec.placements == like.spec.placements
     keeps_split = like is input and is_unchanged
     if in_place and not keeps_split:

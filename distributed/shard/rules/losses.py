@@ -104,7 +104,7 @@ def elementwise_loss(
     settings: dict[str, Any] = {"reduction": "none"}
     if weight is not None:
         settings["weight"] = weight
-    loss = broadcast(func, (input, target), settings | parameters)
+    loss = broadcast(func, input, target, **settings, **parameters)
     is_batchmean = reduction == "batchmean" and func is F.kl_div
     if is_batchmean:
         loss_sum = averaged(loss, "sum")

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed.collectives import at_least_float32, tensor_on
+from distributed.collectives import at_least_float32, differentiated_again, tensor_on
 from distributed.shard.operands import sum_partial
-from distributed.shard.rules.reductions import Dims, dims_of, gathered_summaries, wrap_reduced
+from distributed.shard.plans import Plan, planned_else
+from distributed.shard.rules.reductions import Dims, dims_of, drop_dims, gathered_summaries, wrap_reduced
 from distributed.shard.spec import Shares
 from distributed.shard.tensor import ShardTensor, local, named, no_rule, rule
 
@@ -48,6 +49,7 @@ class _Moments(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         _, mean, square_sum = centred(x, dims)
         ctx.save_for_backward(x, mean)
+        ctx.dims = dims
         ctx.count = math.prod([x.shape[d] for d in dims])
         return mean, square_sum
 
@@ -58,6 +60,8 @@ class _Moments(torch.autograd.Function):
         grad_of_square_sum: Tensor,
     ) -> tuple[Tensor, None]:
         x, mean = ctx.saved_tensors
+        if differentiated_again():  # what was kept has no graph
+            _, mean, _ = centred(x, ctx.dims)
         # The square sum does not depend on x by way of the mean: its derivative by the mean, a sum of x - mean, is 0.
         count = max(ctx.count, 1)
         grad = (x - mean) * (2 * grad_of_square_sum) + grad_of_mean / count
@@ -124,7 +128,28 @@ def root(var: Tensor) -> Tensor:
     return torch.where(is_zero, 0.0, safe.sqrt())
 
 
+def plan_of_whole_dims(
+    func: Callable,
+    input: ShardTensor,
+    dim: Dims = None,
+    unbiased: bool | None = None,
+    keepdim: bool = False,
+    **correction: Any,
+) -> Plan | None:
+    """The plain function, where every rank has the dimensions whole."""
+    if isinstance(dim, bool):  # var(x, unbiased)
+        dim = None
+    dims = dims_of(input.spec, dim)
+    is_whole = not set(dims).intersection(input.spec.split_dims)
+    if input.spec.partial or not is_whole:
+        return None
+    new = drop_dims(input.spec, dims, keepdim)
+    with_mean = func.__name__ in ("var_mean", "std_mean")
+    return Plan(func, (new, new)) if with_mean else Plan(func, new)
+
+
 @rule(*named("var", "std", "var_mean", "std_mean"))
+@planned_else(plan_of_whole_dims)
 def var(
     func: Callable,
     input: ShardTensor,

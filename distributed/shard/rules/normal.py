@@ -5,14 +5,15 @@ Forward gathers two numbers per statistic, backward all-reduces two.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distributed.collectives import at_least_float32, reduce_from_region
+from distributed.collectives import at_least_float32, copy_to_region, differentiated_again, reduce_from_region
 from distributed.shard.operands import local_operand, sum_partial
-from distributed.shard.rules.moments import centred, merge_moments
+from distributed.shard.rules.moments import centred, merge_moments, moments
 from distributed.shard.rules.reductions import autocast_dtype, drop_dims
 from distributed.shard.spec import Shares
 from distributed.shard.tensor import ShardTensor, local, wrap
@@ -47,6 +48,7 @@ class Normal(torch.autograd.Function):
         var = square_sum / count
         scale = (var + eps).rsqrt()
         ctx.save_for_backward(x, weight, bias, mean, scale)
+        ctx.statistics = partial(_statistics, eps=eps, dims=dims, shared_by=shared_by)
         ctx.dims = dims
         ctx.shared_by = shared_by
         ctx.mark_non_differentiable(mean, var)
@@ -70,6 +72,9 @@ class Normal(torch.autograd.Function):
         gradient of x = (g - average(g) - normal * average(g * normal)) * scale.
         """
         x, weight, bias, mean, scale = ctx.saved_tensors
+        again = differentiated_again()
+        if again:  # what was kept has no graph
+            mean, scale = ctx.statistics(x)
         deviation = x - mean  # computed again, because to keep it would take memory
         grad = at_least_float32(grad)
 
@@ -99,15 +104,32 @@ class Normal(torch.autograd.Function):
         if ctx.shared_by is not None:
             counts, group = ctx.shared_by
             sums = reduce_from_region(sums, group)
+            sums = copy_to_region(sums, group)  # each rank uses them for other elements
             count = sum(counts)
         average_normal, average = (sums / count).unbind()
 
         # The gradient of x, computed in the memory of x - mean.
         factor = scale if weight is None else scale * weight
-        x_grad = deviation.mul_(-scale.square() * average_normal)
+        buffer = deviation.clone() if again else deviation
+        x_grad = buffer.mul_(-scale.square() * average_normal)
         x_grad = x_grad.sub_(average * scale)
         x_grad = x_grad.addcmul_(grad, factor)
         return x_grad.to(x.dtype), weight_grad, bias_grad, None, None, None
+
+
+def _statistics(
+    x: Tensor,
+    eps: float,
+    dims: tuple[int, ...],
+    shared_by: Shares,
+) -> tuple[Tensor, Tensor]:
+    """(mean, 1 / sqrt(variance + eps)) over dims on all ranks, with a graph. Every rank uses them for its elements."""
+    mean, square_sum, count = moments(at_least_float32(x), dims, shared_by)
+    scale = (square_sum / count + eps).rsqrt()
+    if shared_by is None:
+        return mean, scale
+    _, group = shared_by
+    return copy_to_region(mean, group), copy_to_region(scale, group)
 
 
 def uniform_dims(

@@ -220,7 +220,7 @@ def instance_norm(
         return dispatch(F.batch_norm, input, running_mean, running_var, weight, bias, training, momentum, eps)
     if running_mean is not None:
         # The running statistics are means over the samples.
-        spatial_dims = range(2, len(input.spec.dims))
+        spatial_dims = tuple(range(2, len(input.spec.dims)))
         var, mean = dispatch(torch.var_mean, input, spatial_dims)  # each (B, C)
         of_batch = [dispatch(torch.mean, mean, 0), dispatch(torch.mean, var, 0)]
         update(running_mean, running_var, of_batch, momentum)

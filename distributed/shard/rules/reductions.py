@@ -7,6 +7,7 @@ rank combines these numbers in the same way.
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from distributed.collectives import (
 )
 from distributed.shard.axes import Axes, mesh_dims_of
 from distributed.shard.operands import sum_partial
+from distributed.shard.plans import Plan, planned
 from distributed.shard.spec import Spec
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
@@ -134,6 +136,7 @@ def wrap_reduced(
 
 
 @rule(*named("sum"))
+@planned
 def total(
     func: Callable,
     input: ShardTensor,
@@ -141,14 +144,14 @@ def total(
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
-) -> ShardTensor:
+) -> Plan:
     """Sum. Over a split dimension it is a partial tensor; nothing is communicated."""
     dims = dims_of(input.spec, dim)
-    part = input.sum(dims, keepdim, dtype=dtype)
-    return wrap(part, reduced_spec(input.spec, dims, keepdim))
+    return Plan(torch.sum, reduced_spec(input.spec, dims, keepdim))
 
 
 @rule(*named("mean"))
+@planned
 def mean(
     func: Callable,
     input: ShardTensor,
@@ -156,20 +159,26 @@ def mean(
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
-) -> ShardTensor:
+) -> Plan:
     """Mean of all elements, whether or not the ranks hold equally many."""
     spec = input.spec
-    has_fractions = input.is_floating_point() or input.is_complex()
-    if dtype is None and not has_fractions:  # raised on ranks without elements too
-        raise RuntimeError(f"mean() of {input.dtype}: give a floating point dtype")
     dims = dims_of(spec, dim)
-    dtype = dtype or input.dtype
-    wide = torch.promote_types(dtype, torch.float32)  # the sum of all elements might not fit into 16 bits
+    new = reduced_spec(spec, dims, keepdim)
+    if new.partial == spec.partial:  # dims are whole
+        return Plan(torch.mean, new)
     count = math.prod([spec.shape[d] for d in dims])
-    # The count is global, so unequal parts of the ranks do not matter.
-    own_sum = input.sum(dims, keepdim, dtype=wide)
-    out = own_sum / count  # this rank's term of the mean
-    return wrap(out.to(dtype), reduced_spec(spec, dims, keepdim))
+
+    def term(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """This rank's term of the mean. The count is global, so unequal parts of the ranks do not matter."""
+        has_fractions = input.is_floating_point() or input.is_complex()
+        if dtype is None and not has_fractions:  # raised on ranks without elements too
+            raise RuntimeError(f"mean() of {input.dtype}: give a floating point dtype")
+        narrow = dtype or input.dtype
+        wide = torch.promote_types(narrow, torch.float32)  # the sum of all elements might not fit into 16 bits
+        own_sum = input.sum(dims, keepdim, dtype=wide)
+        return (own_sum / count).to(narrow)
+
+    return Plan(term, new)
 
 
 @rule(*named("count_nonzero"))

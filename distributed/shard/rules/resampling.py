@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.halo import Interval
+from distributed.shard.axes import unsplit_axes
 from distributed.shard.operands import sum_partial
+from distributed.shard.plans import Plan, planned_else
 from distributed.shard.rules.pooling import adaptive_avg_pooling
 from distributed.shard.rules.spatial import no_outputs, read_windows, request, splits_of, wrap_output
 from distributed.shard.rules.windows import Window, in_proportion, ntuple
@@ -156,7 +158,34 @@ def _rows_around(places):
     return tuple(intervals), tuple(weights)
 
 
+def plan_of_padding(
+    func: Callable,
+    input: ShardTensor,
+    pad: Sequence[int],
+    mode: str = "constant",
+    value: float | None = None,
+) -> Plan | None:
+    """The plain function, where dimensions that every rank has whole are padded by a constant."""
+    spec = input.spec
+    dims = list(spec.dims)
+    for i in range(0, len(pad), 2):
+        dim = len(dims) - 1 - i // 2  # the last dimension comes first
+        before, after = pad[i : i + 2]
+        if before or after:
+            dims[dim] = unsplit_axes(before + spec.shape[dim] + after)
+            if spec.is_split(dim):
+                return None
+    if mode != "constant" or spec.partial:
+        return None
+
+    def compute(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+        return torch.constant_pad_nd(input, pad, value or 0)
+
+    return Plan(compute, spec.with_dims(dims))
+
+
 @rule(*named("pad"))
+@planned_else(plan_of_padding)
 def pad(
     func: Callable,
     input: ShardTensor,

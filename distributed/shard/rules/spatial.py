@@ -161,7 +161,7 @@ def read_windows(
         return rows
 
     # The weighted sum of each window; a shorter window has weights of 0 at its end.
-    rows = rows.unflatten(dim, (len(own_windows), longest))  # (..., outputs, longest, ...)
+    rows = torch.unflatten(rows, dim, (len(own_windows), longest))  # (..., outputs, longest, ...)
     factors: list[float] = []
     for of_window in weights[first:last]:
         zeros = [0.0] * (longest - len(of_window))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from distributed.shard.axes import mesh_dims_of, unsplit_axes
 from distributed.shard.operands import global_shape, gradient_spec, local_operand
+from distributed.shard.plans import Plan, planned
 from distributed.shard.redistribute import recut
 from distributed.shard.rules.reductions import dims_of
 from distributed.shard.rules.regroup import Cut, regrouped, regrouped_with_prefix
@@ -29,7 +30,6 @@ from distributed.shard.tensor import (
     no_rule,
     rule,
     wrap,
-    wrap_result,
 )
 
 
@@ -62,28 +62,23 @@ def reshaped_spec(
     return spec.with_dims(dims), cut
 
 
-def reshaped(func: Callable, x: ShardTensor, shape: Iterable[int]) -> ShardTensor:
+@planned
+def reshaped(func: Callable, x: ShardTensor, *shape: Any, **keywords: Any) -> Plan:
     """The tensor in a new global shape, after it is cut in other sizes where it must be. One size may be -1."""
-    shape = tuple(shape)
-    # The spec keeps what was derived from it, so that a shape is worked out once.
-    key = ("reshape", shape)
-    new, cut = x.spec.derived(key, lambda: reshaped_spec(func, x, list(shape)))
-    return in_shape(func, x, new, cut)
+    new, cut = reshaped_spec(func, x, list(numbers(shape, keywords)))
+    return plan_of_shape(func, x.spec, new, cut)
 
 
-def in_shape(
-    func: Callable,
-    x: ShardTensor,
-    new: Spec,
-    cut: Cut,
-) -> ShardTensor:
-    """The tensor in the shape of `new`, after it is cut in the sizes of `cut`: both as reshaped_spec gives them."""
-    part: Tensor = x
-    if cut:
-        part, _ = recut(local(x), x.spec, cut)
+def plan_of_shape(func: Callable, old: Spec, new: Spec, cut: Cut) -> Plan:
+    """Reshape a part, after it is cut in the sizes of `cut`. new, cut: as reshaped_spec gives them."""
     # Only view() refuses a tensor that would have to be copied.
-    part = part.view(new.local_shape) if func == Tensor.view else part.reshape(new.local_shape)
-    return wrap_result(part, new)
+    into = Tensor.view if func == Tensor.view else Tensor.reshape
+
+    def compute(x: Tensor, *shape: Any, **keywords: Any) -> Tensor:
+        part = recut(local(x), old, cut)[0] if cut else x
+        return into(part, new.local_shape)
+
+    return Plan(compute, new)
 
 
 @rule(*named("reshape", "view", "view_as", "reshape_as"))
@@ -97,7 +92,7 @@ def reshape(
     arguments = (*shape, *keywords.values())
     if any(isinstance(x, torch.dtype) for x in arguments):
         raise no_rule(func, (input,), {}, "a view as another dtype")
-    return reshaped(func, input, numbers(shape, keywords))
+    return reshaped(func, input, *shape, **keywords)
 
 
 def numbers(
@@ -114,34 +109,27 @@ def numbers(
 
 
 @rule(*named("flatten", "ravel"))
+@planned
 def flatten(
     func: Callable,
     x: ShardTensor,
     start_dim: int = 0,
     end_dim: int = -1,
-) -> ShardTensor:
+) -> Plan:
     """Flatten several dimensions to one, which keeps their axes."""
-
-    def flattened():
-        spec = x.spec
-        shape = spec.shape or (1,)
-        start = start_dim % len(shape)
-        end = end_dim % len(shape)
-        before = shape[:start]
-        behind = shape[end + 1 :]
-        length = math.prod(shape[start : end + 1])
-        new, cut = reshaped_spec(func, x, [*before, length, *behind])
-        # Of a split dimension of size 1, which may join the dimension beside it, all ranks but one hold nothing.
-        local_shape = list(spec.local_shape) or [1]
-        local_shape[start : end + 1] = [math.prod(local_shape[start : end + 1])]
-        is_flat_part = not cut and new.local_shape == tuple(local_shape)
-        return new, cut, is_flat_part
-
-    new, cut, is_flat_part = x.spec.derived(("flatten", start_dim, end_dim), flattened)
-    # The common case, without the calls of the general one.
-    if is_flat_part:
-        return wrap_result(x.flatten(start_dim, end_dim), new)
-    return in_shape(func, x, new, cut)
+    shape = x.spec.shape or (1,)
+    start = start_dim % len(shape)
+    end = end_dim % len(shape)
+    before = shape[:start]
+    behind = shape[end + 1 :]
+    length = math.prod(shape[start : end + 1])
+    new, cut = reshaped_spec(func, x, [*before, length, *behind])
+    # Of a split dimension of size 1, which may join the dimension beside it, all ranks but one hold nothing.
+    local_shape = list(x.spec.local_shape) or [1]
+    local_shape[start : end + 1] = [math.prod(local_shape[start : end + 1])]
+    if not cut and new.local_shape == tuple(local_shape):
+        return Plan(Tensor.flatten, new)
+    return plan_of_shape(func, x.spec, new, cut)
 
 
 @rule(*named("unflatten"))
@@ -167,44 +155,29 @@ def unflatten(
 
 
 @rule(*named("permute"))
-def permute(
-    func: Callable,
-    input: ShardTensor,
-    *dims: Any,
-    **keywords: Any,
-) -> ShardTensor:
+@planned
+def permute(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> Plan:
     """Reorder dimensions, given as numbers or as one tuple, together with their axes."""
     # Axes move with their dimensions, so that no element changes its rank.
-    dims = numbers(dims, keywords)
+    order = numbers(dims, keywords)
     spec = input.spec
-    if len(dims) != len(spec.dims):
-        raise RuntimeError(f"permute: {len(dims)} dimensions of a tensor of {len(spec.dims)}")
-
-    def permuted() -> Spec:
-        return spec.with_dims([spec.dims[d] for d in dims])
-
-    new = spec.derived(("permute", dims), permuted)
-    return wrap_result(input.permute(dims), new)
+    if len(order) != len(spec.dims):
+        raise RuntimeError(f"permute: {len(order)} dimensions of a tensor of {len(spec.dims)}")
+    return Plan(Tensor.permute, spec.with_dims([spec.dims[d] for d in order]))
 
 
 @rule(*named("transpose", "swapaxes", "swapdims"))
+@planned
 def transpose(
     func: Callable,
     input: ShardTensor,
     dim0: int,
     dim1: int,
-) -> ShardTensor:
+) -> Plan:
     """Swap two dimensions and their axes."""
-    spec = input.spec
-
-    def swapped():
-        dims = list(spec.dims)
-        dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
-        return spec.with_dims(dims)
-
-    part = input.transpose(dim0, dim1)
-    new = spec.derived(("transpose", dim0, dim1), swapped)
-    return wrap_result(part, new)
+    dims = list(input.spec.dims)
+    dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+    return Plan(Tensor.transpose, input.spec.with_dims(dims))
 
 
 @rule(*named("mT", "t"))
@@ -264,13 +237,12 @@ def movedim(
 
 
 @rule(*named("unsqueeze"))
-def unsqueeze(func: Callable, x: ShardTensor, dim: int) -> ShardTensor:
+@planned
+def unsqueeze(func: Callable, x: ShardTensor, dim: int) -> Plan:
     """Insert a dimension of size 1, without axes."""
-    # A dimension of size 1 has no axes.
     dims = x.spec.dims
     dim = dim % (len(dims) + 1)
-    new = x.spec.with_dims((*dims[:dim], (), *dims[dim:]))
-    return wrap(x.unsqueeze(dim), new)
+    return Plan(func, x.spec.with_dims((*dims[:dim], (), *dims[dim:])))
 
 
 @rule(*named("squeeze"))

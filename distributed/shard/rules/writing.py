@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from distributed.shard.axes import mesh_dims_of, unsplit_axes
 from distributed.shard.hacks import adopt
@@ -21,6 +22,10 @@ from distributed.shard.rules.rows import take_part
 from distributed.shard.spec import Spec, cut_over
 from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, rule, wrap
 from utils.torch_private import storage_id
+
+# torch.compile cannot trace a union of these types.
+ARRAYS = list, np.ndarray
+NUMBERS = Tensor, np.integer
 
 
 @rule(Tensor.__setitem__)
@@ -83,6 +88,8 @@ def _is_in_place(x: Tensor, index: tuple, value: Any) -> bool:
     if not isinstance(value, Tensor) or has_tensors:
         return False
     target = x[index]
+    if is_dynamo_compiling():  # it knows no memory; to write the same values again changes none
+        return False
     same_storage = storage_id(target) == storage_id(value)
     same_start = target.storage_offset() == value.storage_offset()
     if not same_storage or not same_start:
@@ -114,9 +121,9 @@ def _as_items(index: Any) -> list[Any]:
     for number, item in enumerate(items):
         if isinstance(item, range):
             item = list(item)
-        if isinstance(item, list | np.ndarray):
+        if isinstance(item, ARRAYS):
             items[number] = torch.as_tensor(item)
-        elif isinstance(item, Tensor | np.integer) and item.ndim == 0:
+        elif isinstance(item, NUMBERS) and item.ndim == 0:
             items[number] = item.__index__()
     return items
 
