@@ -17,6 +17,7 @@ import train
 import training.pictures
 from tests.conftest import words_of
 from tests.support import programs
+from tests.support.full_disk import can_mount, fill_disk, run_on_small_disk
 from tests.support.launch import outcome
 from tests.support.layout_parity import ranks_and_options
 from tests.support.marks import slow_but
@@ -29,6 +30,7 @@ from tools.forecasting.skill_report import useful_hours
 from training.metrics import latitude_weights
 from training.model import build_model
 from training.rollout import Rollout
+from utils.errors import os_errors_as_usage_errors
 from weather.channels import CHANNELS
 
 NAMES = [channel.name for channel in CHANNELS]
@@ -320,6 +322,25 @@ def test_a_folder_that_cannot_be_written_leads_to_another(tmp_path):
     (tmp_path / "file").write_text("")
     with refusal(r"file/forecast: the forecasts cannot be written there \(Not a directory\): choose another --out"):
         prepare_folder(tmp_path / "file/forecast")
+
+
+def test_a_disk_that_fills_is_one_line_and_what_is_whole_stays(run, tmp_path, monkeypatch):
+    fill_disk(monkeypatch, files=1)
+    line = r"forecast-.*\.nc.*: No space left on device: free some space, or write to another folder"
+    with refusal(line), os_errors_as_usage_errors():
+        forecast_of(run, tmp_path, "--lead_hours", 6, "--dates", "1982-01-01", "1982-01-02", "--local_batch_size", 1)
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.slow("a real file system that is full, on which HDF5 ends the process")
+@pytest.mark.parametrize("size", ["60k", "1200k"])
+def test_a_file_system_that_is_full_is_one_line(run, tmp_path, size):
+    if not can_mount():
+        pytest.skip("this user cannot mount a file system")
+    words = ["forecast.py", "--run_folder", run, "--out", tmp_path / "out", "--lead_hours", 24]
+    done = run_on_small_disk(words, tmp_path, size)
+    assert done.returncode == 2, done.stderr
+    assert "No space left on device: free some space" in done.stderr and done.stderr.count("error: ") == 1
 
 
 def test_folders_that_are_no_forecasting_run_are_refused(run, tmp_path):

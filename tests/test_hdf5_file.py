@@ -14,6 +14,7 @@ from tests.support.refusals import refusal
 from tools.forecasting.forecast_file import FileKind
 from weather.dataset import FieldDataset
 from weather.grid import Grid
+from weather.hdf5_file import make_hdf5
 from weather.year_reader import open_year, year_paths
 
 FIELDS = np.random.default_rng(0).standard_normal((8, 2, 4, 8), dtype=np.float32)
@@ -48,6 +49,15 @@ def assert_reads(path):
     year.read(0, out, slice(0, 4), slice(0, 8))
     np.testing.assert_array_equal(out, FIELDS)
     year.close()
+
+
+def test_a_file_has_its_space_on_the_disk_before_values_are_written(tmp_path):
+    with make_hdf5(tmp_path / "1979.h5", FIELDS.nbytes) as file:
+        assert 512 * (tmp_path / "1979.h5").stat().st_blocks >= FIELDS.nbytes
+        file["fields"] = FIELDS
+    assert_reads(tmp_path / "1979.h5")
+    sizes = [path.stat().st_size for path in (tmp_path / "1979.h5", write(tmp_path / "other/1979.h5"))]
+    assert sizes[0] == sizes[1]
 
 
 def test_a_virtual_dataset_whose_sources_are_there_is_read(tmp_path):

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from tests.support.era5_examples import H, W, build, convert, reference_hours, save_netcdf, save_zarr, wb2_regridded
+from tests.support.full_disk import fill_disk
 from tests.support.refusals import refusal
+from utils.errors import os_errors_as_usage_errors
 from weather import data_set_writer
 from weather.remote_store import RemoteOptions
 from weather.zarr_store import ZarrStore
@@ -213,6 +215,14 @@ def test_a_disk_too_small_is_refused_before_writing(tmp_path, monkeypatch):
     with refusal("GB free"):
         convert(wb2_regridded(tmp_path), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_fills_is_one_line_and_what_is_whole_stays(tmp_path, monkeypatch):
+    fill_disk(monkeypatch, files=1)
+    line = r"1980\.h5.*: No space left on device: free some space, or write to another folder"
+    with refusal(line), os_errors_as_usage_errors():
+        convert(wb2_regridded(tmp_path), tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").rglob("*.h5*")] == ["1979.h5"]
 
 
 def test_sources_on_different_grids_are_refused(tmp_path):

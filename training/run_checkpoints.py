@@ -1,6 +1,5 @@
 """Checkpoints of a run: how far it is, what it saves of its training, and how it goes on from there."""
 
-import errno
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,11 +17,10 @@ from training.run_notes import describe_devices, log_notes
 from training.run_state import collect_named_state, collect_tensors, start_from
 from training.step import TrainingStep
 from utils import agreement
-from utils.errors import UsageError, first_line
+from utils.errors import FULL_DISK, UsageError, first_line
 from utils.schema import Config
 
 log = logging.getLogger(__name__)
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass
@@ -167,7 +165,7 @@ class RunCheckpoints:
         except (OSError, CheckpointError) as error:
             failed = self.folder.failed or self.folder.path
             number = getattr(error, "errno", None)
-            if number in FULL:
+            if number in FULL_DISK:
                 fewer = self.config.keep_checkpoints > 1
                 remedy = "make room on its disk" + fewer * f" (--keep_checkpoints, now {self.config.keep_checkpoints})"
             else:

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import errno
 import faulthandler
 import json
 import os
@@ -18,6 +19,7 @@ FAILED_STATUS = 1  # the run itself failed (the loss is no longer finite)
 
 BROKEN_PIPE_STATUS = 141  # as a shell has it of a program that SIGPIPE ends
 
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 LAST_SECONDS = 5  # that a stopped program gives threads of libraries and readers, for which Python waits
 NEAR = 0.75  # of difflib's similarity, from which on a name counts as misspelt
 
@@ -115,7 +117,8 @@ def os_errors_as_usage_errors() -> Iterator[None]:
     except OSError as error:
         if error.filename is None:
             raise
-        raise UsageError(f"{error.filename}: {error.strerror or first_line(error)}") from error
+        remedy = ": free some space, or write to another folder" if error.errno in FULL_DISK else ""
+        raise UsageError(f"{error.filename}: {error.strerror or first_line(error)}{remedy}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from utils.files import whole_file
 from weather.channels import Channel
 from weather.climate_quantiles import FILE, LEAST_FRAMES, QUANTILES
 from weather.grid import Grid
-from weather.hdf5_file import is_hdf5, open_hdf5
+from weather.hdf5_file import is_hdf5, make_hdf5, open_hdf5
 from weather.training_statistics import STATS, chunks, write_statistics
 
 SPLITS = ("train", "valid", "test")
@@ -75,15 +75,17 @@ class DataSetWriter:
         """Raise UsageError where the disk is too small for the files that are missing."""
         parents = [self.out, *self.out.absolute().parents]
         folder = next(parent for parent in parents if parent.exists())
-        frame_bytes = 4 * len(self.channels) * len(self.grid.latitude) * len(self.grid.longitude)
         # The climatology is as large as a frame, and so is each quantile.
         has_quantiles = any(path.name == FILE for path in self.stats)
         images = 1 + len(QUANTILES) if has_quantiles else 1
         frames = self._missing_frames() + images
-        need = frame_bytes * frames
+        need = self._frame_bytes() * frames
         free = shutil.disk_usage(folder).free
         if need > free:
             raise UsageError(f"{self.out}: needs {need / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB free")
+
+    def _frame_bytes(self) -> int:
+        return 4 * len(self.channels) * len(self.grid.latitude) * len(self.grid.longitude)
 
     def _missing_frames(self) -> int:
         return sum(len(self.dates[path]) for path in self.missing)
@@ -114,7 +116,8 @@ class DataSetWriter:
         with tqdm(total=self._missing_frames(), unit="frame", disable=None) as progress:
             for path in self.missing:
                 # A file gets its name when all of it is on disk.
-                with whole_file(path) as part, open_hdf5(part, "w") as file:
+                size = self._frame_bytes() * len(self.dates[path])
+                with whole_file(path) as part, make_hdf5(part, size) as file:
                     fields = self._describe(file, self.dates[path], constant)
                     # Not all frames of a file fit in memory at once.
                     for first, count in chunks(fields):

@@ -15,6 +15,7 @@ from utils.errors import UsageError
 from weather.file_formats import BEGINNING_BYTES, describe_file
 
 WITHOUT_LOCKS = {"locking": False}  # for h5py, and for xarray's driver_kwds
+ROOM_BESIDE_VALUES = 2**20  # bytes, for names, attributes and coordinates
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 USER_BLOCKS = (0, *(2**power for power in range(9, 17)))  # where HDF5's signature may stand: 0, 512, 1024, ...
 NETCDF3 = "it is NetCDF 3, not HDF5: turn it into NetCDF 4 with `nccopy -k nc4 IN OUT`"
@@ -39,8 +40,29 @@ FILTERS = {  # by their registered numbers: name, and the package that brings it
 
 
 def open_hdf5(path: Path | str, mode: str = "r") -> h5py.File:
-    """Open a file of HDF5, or make one (mode "w"). Raises OSError."""
+    """Open a file of HDF5; make_hdf5 makes one. Raises OSError."""
     return h5py.File(path, mode, **WITHOUT_LOCKS)
+
+
+def make_hdf5(path: Path | str, size: int) -> h5py.File:
+    """Make a file of HDF5 for `size` bytes of values, with their space on the disk. Raises OSError where there is less.
+
+    HDF5 must not meet a full disk later: it then ends the process when it closes the file.
+    """
+    reserve(path, size + ROOM_BESIDE_VALUES)
+    file = open_hdf5(path, "w")
+    reserve(path, size)  # HDF5 has emptied it
+    return file
+
+
+def reserve(path: Path | str, size: int) -> None:
+    """Give a file its space on the disk; it is made where it is not there. Raises OSError where there is less."""
+    with open(path, "ab") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            error.filename = str(path)
+            raise
 
 
 def is_hdf5(path: Path | str) -> bool:

@@ -28,7 +28,7 @@ from utils.device import select_device
 from utils.errors import UsageError
 from utils.schema import Config
 from weather.dataset import FieldDataset
-from weather.hdf5_file import open_hdf5
+from weather.hdf5_file import make_hdf5, open_hdf5
 
 # {name: how the chunks of a Zarr store are compressed}; zstd is what zarr takes by itself.
 STORES: dict[str, Any] = {
@@ -139,7 +139,7 @@ def _write_frames(config: Config, folder: Path, frames: int) -> None:
             f"more of a first year that has them, or --local_batch_size {max(1, samples)}"
         )
     (folder / "hdf5").mkdir()
-    with open_hdf5(folder / "hdf5/1979.h5", "w") as file:
+    with make_hdf5(folder / "hdf5/1979.h5", fields.nbytes) as file:
         file.create_dataset("fields", data=fields)
     if installed("zarr"):
         import zarr  # an optional library

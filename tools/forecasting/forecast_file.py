@@ -16,7 +16,7 @@ from xarray.backends.common import ArrayWriter
 from tools.forecasting.output_files import file_name, forecast_dataset, weatherbench2_dataset
 from utils.files import whole_file
 from weather.grid import Grid
-from weather.hdf5_file import WITHOUT_LOCKS
+from weather.hdf5_file import ROOM_BESIDE_VALUES, WITHOUT_LOCKS, reserve
 
 # Each layout has a name of its own for it.
 LEAD_TIME = {"cf": "lead_time", "weatherbench2": "prediction_timedelta"}  # the dimension, by layout
@@ -96,8 +96,11 @@ class FileKind:
             for start in starts:
                 # A forecast that is interrupted leaves no file that looks complete.
                 part = stack.enter_context(whole_file(Path(folder) / file_name(start)))
+                blank = self.blank(start, members)
+                reserve(part, blank.nbytes + ROOM_BESIDE_VALUES)
                 store = stack.enter_context(closing(H5NetCDFStore.open(part, mode="w", driver_kwds=WITHOUT_LOCKS)))
-                self.blank(start, members).dump_to_store(store, writer=WithoutFields())
+                reserve(part, blank.nbytes)  # HDF5 has emptied it
+                blank.dump_to_store(store, writer=WithoutFields())
                 files.append(ForecastFile(self, start, store))
             yield files
 
