@@ -15,6 +15,7 @@ from tests.support.launch import losses
 from utils.errors import STOPPED_STATUS
 
 TRAINING = {"num_iters": 12, "warmup": 2, "validate_every": 1}
+WHOLE_STEPS = "training.tasks.validation:ForecastValidator.whole_steps"  # of a batch
 TERMINATED = 128 + signal.SIGTERM
 
 
@@ -37,7 +38,10 @@ PHASES = {
     "first step": Phase("training.step:TrainingStep.run_step", 1, "train", STOPPED_STATUS),
     "first step, two ranks": Phase("training.step:TrainingStep.run_step", 1, "train", STOPPED_STATUS, ranks=2),
     "compilation": Phase("torch._dynamo.convert_frame:compile_frame", 1, "compiled", STOPPED_STATUS),
-    "validation": Phase("training.tasks.validation:ForecastValidator.whole_steps", -2, "train", STOPPED_STATUS),
+    "validation": Phase(WHOLE_STEPS, -2, "train", STOPPED_STATUS),
+    "validation, tensor parallel": Phase(WHOLE_STEPS, -2, "tensor parallel", STOPPED_STATUS, ranks=2),
+    "validation, context parallel": Phase(WHOLE_STEPS, -2, "context parallel", STOPPED_STATUS, ranks=2),
+    "validation, pipeline parallel": Phase(WHOLE_STEPS, -2, "pipeline parallel", STOPPED_STATUS, ranks=2),
     "sample data": Phase("weather.atmosphere:Atmosphere.frames", 2, "sample data", STOPPED_STATUS),
     "conversion": Phase("weather.own_data:OwnData.frames", 2, "conversion", STOPPED_STATUS),
     "statistics": Phase("weather.training_statistics:StatisticsSums.add", 1, "statistics", TERMINATED),
@@ -50,9 +54,13 @@ def commands(data, folder):
     """{program: its words}; all write into `folder`. data: config keys of sample data."""
     logs = {"expdir": folder / "logs"}
     train = ["train.py", *words_of(TINY | data | TRAINING | logs)]
+    split = ["train_mp.py", *train[1:], "--yaml_config", "config/ViT.yaml", "--checkpoint_every", "10"]
     source = folder / "own.nc"
     return {
         "train": train,
+        "tensor parallel": [*split, "--tensor_parallel", "2"],
+        "context parallel": [*split, "--context_parallel", "2"],
+        "pipeline parallel": [*split, "--pipeline_parallel", "2", "--micro_batches", "2"],
         "compiled": [*train, "--enable_jit"],
         "sample data": f"-m weather.sample_data {folder}/sample --img_size 16 32 --train_years 1979 --days 2".split(),
         "conversion": f"-m weather.prepare_data {source} --variables t2m --out {folder}/converted".split(),
@@ -81,9 +89,9 @@ def run(words, ranks):
 
 def results(program, folder):
     """What a program has made, to be compared."""
-    if program in ("train", "compiled"):
+    if list(folder.rglob("summary.json")) and program != "forecast":
         return losses(folder, "00")
-    made = {}
+    made = {path.name: path.read_text() for path in folder.rglob("skill.json")}
     for path in sorted(folder.rglob("*.h5")):
         with h5py.File(path) as file:
             made[path.name] = file["fields"][:].tobytes()

@@ -228,16 +228,16 @@ def test_a_chunk_that_disappears_or_is_cut_off_is_named(stores, tmp_path):
             read_all(dataset)
 
 
-CODECS = [None, "auto", zarr.codecs.GzipCodec(), zarr.codecs.BloscCodec()]
+CODECS = {"none": None, "auto": "auto", "gzip": zarr.codecs.GzipCodec(), "blosc": zarr.codecs.BloscCodec()}
 
 
-@pytest.mark.parametrize("compressors", slow_but(CODECS[:2], CODECS, "other codecs"), ids=str)
-def test_a_chunk_of_another_size_is_no_chunk(sample_folder, tmp_path, compressors):
+@pytest.mark.parametrize("codec", slow_but(["none", "auto"], CODECS, "other codecs"))
+def test_a_chunk_of_another_size_is_no_chunk(sample_folder, tmp_path, codec):
     """A codec fills the first part of a buffer without a word."""
     store = tmp_path / "1979.zarr"
-    write_layout(sample_folder / "train/1979.h5", store, chunks=FRAME, compressors=compressors)
+    write_layout(sample_folder / "train/1979.h5", store, chunks=FRAME, compressors=CODECS[codec])
     small = zarr.open_group(tmp_path / "small", mode="w").create_array(
-        "fields", data=np.ones((1, 20, 16, 16), "f4"), chunks=(1, 20, 16, 16), compressors=compressors
+        "fields", data=np.ones((1, 20, 16, 16), "f4"), chunks=(1, 20, 16, 16), compressors=CODECS[codec]
     )
     assert small.nchunks == 1
     shutil.copy(tmp_path / "small/fields/c/0/0/0/0", store / "fields/c/7/0/0/0")
