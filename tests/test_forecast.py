@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import unittest.mock
 
 import h5py
@@ -16,8 +17,9 @@ import forecast
 import train
 import training.pictures
 from tests.conftest import words_of
+from tests.faults import can_mount, mount
 from tests.support import programs
-from tests.support.full_disk import can_mount, fill_disk, run_on_small_disk
+from tests.support.full_disk import fill_disk
 from tests.support.launch import outcome
 from tests.support.layout_parity import ranks_and_options
 from tests.support.marks import slow_but
@@ -336,9 +338,13 @@ def test_a_disk_that_fills_is_one_line_and_what_is_whole_stays(run, tmp_path, mo
 @pytest.mark.parametrize("size", ["60k", "1200k"])
 def test_a_file_system_that_is_full_is_one_line(run, tmp_path, size):
     if not can_mount():
-        pytest.skip("this user cannot mount a file system")
-    words = ["forecast.py", "--run_folder", run, "--out", tmp_path / "out", "--lead_hours", 24]
-    done = run_on_small_disk(words, tmp_path, size)
+        pytest.skip("needs the right to mount a file system")
+    mount(tmp_path / "small", size)
+    try:
+        words = ["forecast.py", "--run_folder", run, "--out", tmp_path / "small/out", "--lead_hours", 24]
+        done = programs.run(words)
+    finally:
+        subprocess.run(["umount", tmp_path / "small"], check=True)
     assert done.returncode == 2, done.stderr
     assert "No space left on device: free some space" in done.stderr and done.stderr.count("error: ") == 1
 
