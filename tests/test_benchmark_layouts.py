@@ -96,6 +96,7 @@ def test_every_layout_of_every_size_has_a_row(dp, mp, domain):
     assert len(dp["ranks 4", "fsdp"]["speedup_of_rounds"]) == 2
 
 
+@pytest.mark.slow("measured steps beside their plans; test_plan_counts.py counts quickly")
 def test_a_step_holds_and_sends_what_is_planned_and_no_more(dp, mp, domain):
     cases = {("dp", case.name): case for case in layouts.strategy_cases(DP, STRATEGIES, 4)}
     cases |= {("mp", case.name): case for case in layout_cases([*MP, f"--embed_dim={WIDTH}"], list(mp)[1:])}

@@ -387,7 +387,13 @@ raise RuntimeError("training failed")
 @pytest.mark.parametrize(
     ("end", "seconds", "status", "left"),
     [
-        ("killed", 60, -signal.SIGKILL, [".iter-00000002.writing", "iter-00000001"]),
+        pytest.param(
+            "killed",
+            60,
+            -signal.SIGKILL,
+            [".iter-00000002.writing", "iter-00000001"],
+            marks=pytest.mark.slow("a process that is killed in mid-write"),
+        ),
         ("fails", 0.5, 1, ["iter-00000001", "iter-00000002"]),
         ("fails", 600, 1, [".iter-00000002.writing", "iter-00000001"]),
     ],

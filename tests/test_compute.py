@@ -86,6 +86,7 @@ def test_the_whole_model_compiles_to_one_graph_and_alternating_with_validation_c
         step(i, x, y)
 
 
+@pytest.mark.slow("a signal in a compilation of C++")
 def test_what_compiles_is_not_ended_by_the_signal_that_stops_a_run(tiny_config):
     """A scheduler signals every process of a job, and torch waits without end for a compiler that is gone."""
     compiled(torch.neg)

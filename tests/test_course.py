@@ -118,6 +118,7 @@ def test_an_answer_has_no_network_and_writes_in_its_folder_alone(tmp_path):
     assert not list(outside.iterdir())
 
 
+@pytest.mark.slow("answers that take all time and memory")
 def test_time_and_memory_of_an_answer_are_bounded(tmp_path):
     assert checked(tmp_path, "import time; time.sleep(600)", Bounds(seconds=4)).reason != ""
     # Twice what is allowed, of which nothing is used.

@@ -538,6 +538,7 @@ def test_test_years_that_are_not_there_yet_stop_no_training(data, tiny_config):
     loaders(tiny_config, data)
 
 
+@pytest.mark.slow("a run and a forecast of its own dates")
 def test_a_forecast_is_not_scored_on_dates_of_the_training(data, tiny_options, tmp_path):
     assert programs.run(["train.py", *tiny_options(**keys_of(data), num_iters=2, warmup=1)]).returncode == 0
     forecast = ["forecast.py", "--run_folder", str(tmp_path / "logs/quick/00"), "--device=cpu", "--lead_hours=6"]

@@ -135,6 +135,7 @@ def test_a_lost_process_is_an_error_that_ends_the_others(loaders):
     assert workers() == set()
 
 
+@pytest.mark.slow("a second loss while the first is asked for")
 @needs_dali
 def test_a_second_loss_while_the_first_is_asked_for_leaves_no_process_that_seems_to_live(loaders, monkeypatch):
     """The signal of another process that ends comes in between the system's answer and its being noted."""

@@ -17,7 +17,7 @@ from distributed.shard_tensor import ShardTensor
 from networks.vit import ViT
 from tests.dispatch import OPERATIONS, python_calls, tiny_tensors
 from tests.support.layout_parity import CPU, build, own_part, train
-from tests.support.marks import needs_torch, slow_but
+from tests.support.marks import needs_torch, slow_but, slow_rows_but
 from tests.support.parity import error
 from tools.instruments.counting import CollectiveCounter
 from tools.instruments.tracker import by_phase
@@ -123,7 +123,7 @@ LAYOUTS = [(2, 2), (3, 3), (4, 4), ("2x2", 4), (2, 4)]  # domain_parallel, ranks
 COUNTED = [(*layout, method, strategy) for layout in LAYOUTS for method in METHODS for strategy in ("ddp", "fsdp")]
 
 
-QUICK = [case for case in COUNTED if case[:2] in ((3, 3), ("2x2", 4)) or case[2:] == ("ring", "fsdp")]
+QUICK = [case for case in COUNTED if case[:2] == (3, 3) or case == ("2x2", 4, "ring", "fsdp")]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,9 @@ def counts_without_a_domain(config, script):
     return counted.calls, counted.bytes, torch.stack(losses), found.count(ShardTensor)
 
 
-@pytest.mark.parametrize(("size", "strategy"), [(1, "ddp"), (2, "ddp"), (2, "fsdp")])
+@pytest.mark.parametrize(
+    ("size", "strategy"), slow_rows_but([2], [(1, "ddp"), (2, "ddp"), (2, "fsdp")], "whole weights, and a single rank")
+)
 def test_a_domain_of_one_rank_is_plain_tensors_all_the_way(ranks, tiny_config, size, strategy):
     config = tiny_config(**SIZES, data_parallel=strategy)
     plain, domain = (ranks(size, counts_without_a_domain, config, script) for script in ("train", "train_shard"))
@@ -180,7 +182,10 @@ def weights_after(config, steps):
     return {name: value for name, (value, _) in weights.items()}
 
 
-@pytest.mark.parametrize(("size", "domain", "method"), [(2, 2, "ring"), (3, 3, "all_to_all"), (4, 2, "gather")])
+@pytest.mark.parametrize(
+    ("size", "domain", "method"),
+    slow_rows_but([1], [(2, 2, "ring"), (3, 3, "all_to_all"), (4, 2, "gather")], "the other methods of attention"),
+)
 def test_shared_weights_stay_equal_to_the_bit(ranks, tiny_config, size, domain, method):
     short = SIZES | {"img_size": [20, 16], "depth": 1}
     config = tiny_config(**short, domain_parallel=domain, domain_method=method)
@@ -210,6 +215,7 @@ def compiled_as_one_graph(domain, method):
 GRAPHS = [(3, 3, "all_to_all"), (3, 3, "gather"), ("2x2", 4, "ring")]
 
 
+@pytest.mark.slow("a whole compiled model")
 @needs_torch((2, 13), "cannot trace the rules of ShardTensor in a model")
 @pytest.mark.parametrize("case", slow_but(GRAPHS[:1], GRAPHS, "one graph with the other methods of attention"))
 def test_the_whole_model_is_one_graph(ranks, case):

@@ -97,6 +97,7 @@ def test_a_program_of_ones_own_ends_well(tmp_path):
     assert status == 0 and output.count("left") == 4, output
 
 
+@pytest.mark.slow("the example of the docs, as a program")
 def test_the_example_of_a_model_of_ones_own_ends_well():
     status, output = finish(torchrun(["docs.examples.own_model"], 2, script="-m"))
     assert status == 0 and "output and gradients are those of the whole image" in output, output

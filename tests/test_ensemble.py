@@ -41,6 +41,7 @@ def test_a_rollout_in_micro_batches_trains_as_on_one_device(ranks, tiny_config, 
     check_in_double(ranks, tiny_config, layout, ENSEMBLE | ROLLOUT | {"pressure_weights": True})
 
 
+@pytest.mark.slow("noise in other models")
 @pytest.mark.parametrize(("layout", "options"), [("ens3", UNET), ("ens2", {"model": "afno"})], ids=["unet", "afno"])
 def test_other_models_take_noise(ranks, tiny_config, layout, options):
     """Statistics of BatchNorm are those of all members, however many a rank has."""

@@ -145,6 +145,7 @@ def test_a_lead_time_is_in_the_file_before_the_next_is_computed(run, tmp_path, m
     assert seen == [(before, True) for before in range(6)]  # two starts of three steps
 
 
+@pytest.mark.slow("pictures of an ensemble")
 def test_pictures_and_table_show_the_ensemble(ensemble_pictures, run, tmp_path, capsys):
     forecast_of(run, tmp_path, "--skill_only")
     for name in ("ensemble.png", "blur.png"):

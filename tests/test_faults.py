@@ -14,10 +14,8 @@ def prepared(tmp_path_factory):
     return prepare(tmp_path_factory.mktemp("faults"), by_fork)
 
 
-QUICK = ["rank killed in mid-save"]
-
-
-@pytest.mark.parametrize("fault", slow_but(QUICK, FAULTS, "the other faults"))
+@pytest.mark.slow("runs that are broken; test_checkpoint.py and test_stop_signals.py show it quickly")
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_run_ends_like_an_undisturbed_one(fault, prepared, tmp_path):
     if fault in MOUNTING and not can_mount():
         assert "CI" not in os.environ or os.geteuid() != 0

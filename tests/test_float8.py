@@ -35,6 +35,7 @@ def learn(config):
     return [step(i, x, x.roll(1, -1)).loss.item() for i in range(50)]
 
 
+@pytest.mark.slow("the loss of many steps")
 @torchao
 def test_the_loss_stays_within_two_percent_of_bf16(tiny_config):
     bf16, fp8 = (learn(tiny_config(**SIZES, amp_mode=mode)) for mode in ("bf16", "fp8"))
@@ -87,6 +88,7 @@ def test_sizes_that_the_kernels_do_not_take_stay_or_are_refused():
         use_float8(list(ViT((16, 32), 4, 20, 20, 36, 1, 4).blocks), CPU)
 
 
+@pytest.mark.slow("a python without the extra")
 def test_a_missing_library_is_one_line_that_names_the_extra(tiny_options):
     missing = "import sys, runpy; sys.modules['torchao'] = None; runpy.run_path('train.py', run_name='__main__')"
     words = tiny_options(amp_mode="fp8")

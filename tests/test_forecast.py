@@ -216,6 +216,7 @@ def test_files_are_cf_and_open_in_xarray(serial):
         assert data.mslp.attrs["standard_name"] == "air_pressure_at_mean_sea_level"
 
 
+@pytest.mark.slow("xarray joins files")
 def test_several_files_open_as_one(run, tmp_path):
     _, found = forecast_of(run, tmp_path, "--lead_hours", 12, "--starts", 3)
     whole = xarray.concat(found.values(), "forecast_reference_time")
@@ -240,6 +241,7 @@ def test_forecasts_of_somebody_else_stay(run, tmp_path):
     assert theirs.read_text() == "theirs"
 
 
+@pytest.mark.slow("two runs that are compared")
 def test_forecasts_of_other_runs_from_the_same_dates_are_compared(run, tmp_path, capsys):
     options = ("--lead_hours", 12, "--starts", 3)
     forecast_of(run, tmp_path / "other/forecast", *options)

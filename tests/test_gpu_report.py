@@ -149,6 +149,7 @@ def test_what_cannot_be_used_is_one_line(words, line, monkeypatch, tmp_path):
         gpu_report.main([f"--out={tmp_path}", *words])
 
 
+@pytest.mark.slow("make gpu as it is called")
 @pytest.mark.skipif(gpu_report.torch.accelerator.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
     "words",

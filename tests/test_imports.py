@@ -69,6 +69,7 @@ def test_programs_print_no_line_of_a_library(tiny_options):
     assert (status, others) == (0, []) and own.startswith("tracing layout 1 of 1 ")
 
 
+@pytest.mark.slow("what two ranks print")
 def test_ranks_print_no_line_of_a_library(tiny_options):
     port = free_port()
     ranks = [

@@ -92,7 +92,7 @@ COMMON_ERRORS = [
     ("wrong", "words"),
     [
         pytest.param(*COMMON_ERRORS[0], marks=pytest.mark.slow("the same before the ranks are connected")),
-        COMMON_ERRORS[1],
+        pytest.param(*COMMON_ERRORS[1], marks=pytest.mark.slow("torchrun's own summary")),
     ],
     ids=["settings", "data"],
 )
@@ -193,6 +193,7 @@ def test_a_rank_that_fails_takes_the_others_along_and_its_error_is_named(
     assert "error" not in output
 
 
+@pytest.mark.slow("a launch of which a rank never comes")
 def test_a_rank_that_never_comes_is_not_waited_for_for_ever(tiny_options, tmp_path):
     (rank,) = start_ranks(["train.py", *tiny_options(comm_timeout=3)], only=[0])
     status, output = finish(rank, timeout=60)
@@ -201,6 +202,7 @@ def test_a_rank_that_never_comes_is_not_waited_for_for_ever(tiny_options, tmp_pa
     assert "rank 1 did not come" in output
 
 
+@pytest.mark.slow("a torchrun that is killed")
 def test_ranks_end_with_the_torchrun_that_started_them(tiny_options, tmp_path):
     """They would train on, and meet whoever starts the run again."""
     agent = torchrun(tiny_options(num_iters=100_000, warmup=1, run_num="orphans"))

@@ -10,7 +10,7 @@ import torch
 import plan
 from tests.support.layout_faults import FAULTS, patched
 from tests.support.layout_parity import compare_in_double, ranks_and_options, record_in_double
-from tests.support.marks import needs_torch
+from tests.support.marks import needs_torch, slow_but
 from tests.support.refusals import refusal
 from tests.support.step_faults import MORE_FAULTS
 from tools.instruments.rank_case import words_of_name
@@ -59,7 +59,10 @@ def one_device(tmp_path_factory):
     return file_of
 
 
-@pytest.mark.parametrize("fault", ALL_FAULTS)
+FIRST = {name.split(":")[0]: name for name in reversed(FAULTS)}  # of each kind of parallelism
+
+
+@pytest.mark.parametrize("fault", slow_but(FIRST.values(), ALL_FAULTS, "other faults of the same kinds of parallelism"))
 def test_a_planted_fault_is_named(ranks, tiny_config, one_device, fault):
     _, layout, stage, name, cause, shared = ALL_FAULTS[fault]
     size, options = ranks_and_options(layout)

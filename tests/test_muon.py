@@ -200,6 +200,7 @@ def test_the_dearest_matrices_are_shared_out_first():
     assert share_out_work([], 2) == []
 
 
+@pytest.mark.slow("bytes of pieces")
 def test_pieces_travel_to_their_owners_and_back(ranks, tiny_config):
     """Two all-to-alls a step, in each of which two ranks send half of what they hold; none where a rank has it all."""
     config = MUON | {"embed_dim": 32, "depth": 2}

@@ -6,6 +6,8 @@ import signal
 import time
 import zlib
 
+import pytest
+
 from tests.support import forked
 from tests.support.refusals import refusal
 from utils.node_cache import HEADER, NodeCache
@@ -63,6 +65,7 @@ def fill(folder, limit, first, count):
                 assert bytes(found) == content
 
 
+@pytest.mark.slow("several processes on one cache, some of them killed")
 def test_processes_that_write_at_once_and_are_killed_keep_the_bound_and_whole_entries(tmp_path):
     limit, context = 20_000, forked.context()
     processes = [context.Process(target=fill, args=(tmp_path, limit, first, 400)) for first in (0, 7, 20)]

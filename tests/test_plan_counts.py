@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support.compositions import composition_of, planted_trial
+from tests.support.marks import slow_but
 from tools.compositions.composition import Base
 from tools.compositions.judge import planned_counts, unplanned
 from tools.compositions.trial import Trial
@@ -31,7 +32,10 @@ COUNTED = [
 ]
 
 
-@pytest.mark.parametrize("words", COUNTED)
+QUICK = [COUNTED[1], *COUNTED[3:5], COUNTED[6], COUNTED[-3]]  # of weights, moments, ranks and recomputation
+
+
+@pytest.mark.parametrize("words", slow_but(QUICK, COUNTED, "other plans that were once off"))
 def test_a_plan_counts_what_ranks_hold_send_and_compute(ranks, words):
     case = Base([]).case(composition_of(words).choices)
     outcomes = ranks(case.ranks, planted_trial, Trial(case, counts=True), "none")

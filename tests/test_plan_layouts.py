@@ -13,7 +13,9 @@ from utils.layout import Layout
 SMALL = ["--yaml_config=config/mp.yaml", "--config=mp_quick"]  # 4 heads, 4 blocks, 8 x 16 patches
 
 
-@pytest.mark.parametrize("method", ["gather", "ring", "all_to_all"])
+@pytest.mark.parametrize(
+    "method", slow_but(["gather"], ["gather", "ring", "all_to_all"], "the other methods of attention")
+)
 @pytest.mark.parametrize("dropout", slow_but([0.1], [0.0, 0.1], "refusals without dropout"))
 def test_a_split_of_one_block_and_of_stages_is_refused_exactly_when_the_whole_split_is(method, dropout):
     config = load_config(SMALL).model_copy(update={"dropout": dropout, "cp_method": method, "domain_method": method})

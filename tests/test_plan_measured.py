@@ -297,6 +297,7 @@ def test_layouts_run_for_real_are_planned_with_what_this_machine_does_in_the_sam
     assert "3 layouts, 0 differ in counts" in said and "as the search ranks it" in said
 
 
+@pytest.mark.slow("layouts that are measured in turns")
 def test_layouts_that_take_turns_keep_their_method_of_attention():
     cases = [case for case in validate.build_cases() if case.name.startswith("shard_quick domain_parallel=2 domain")]
     assert len({case.config.domain_method for case in cases}) == 2

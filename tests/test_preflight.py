@@ -177,6 +177,7 @@ def test_a_rank_that_does_not_come_is_named_in_time(words):
         assert "Traceback" not in output
 
 
+@pytest.mark.slow("rank 0, which holds the store")
 def test_a_rank_0_that_does_not_come_is_named_as_well(words):
     (process,) = start_ranks([*PREFLIGHT, *words, "--timeout", "2"], only=[1])
     status, output = finish(process)

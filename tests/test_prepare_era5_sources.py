@@ -247,6 +247,7 @@ def test_groups_of_a_store_are_named_and_read(tmp_path):
 # ---- GRIB
 
 
+@pytest.mark.slow("GRIB, whose library takes long to start")
 def test_grib_is_read_and_nothing_is_left_beside_it(tmp_path):
     surface, upper = surface_and_levels(build())
     folder = tmp_path / "raw"

@@ -112,7 +112,11 @@ def run(words, **variables):
         pytest.param(
             {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, "mine", marks=pytest.mark.slow("a step of one")
         ),
-        (dict(zip(VARIABLES, ["2", "2", "4", "127.0.0.1", "1"], strict=True)), "mine-rank2"),
+        pytest.param(
+            dict(zip(VARIABLES, ["2", "2", "4", "127.0.0.1", "1"], strict=True)),
+            "mine-rank2",
+            marks=pytest.mark.slow("a step of several ranks"),
+        ),
     ],
 )
 def test_nsight_systems_wraps_the_command(tiny_options, tmp_path, step, report):

@@ -15,6 +15,7 @@ import pytest
 
 from tests.support import era5_examples, programs
 from tests.support.launch import losses, summary
+from tests.support.marks import slow_but
 from tests.support.refusals import refusal
 from tests.support.web_server import BAD_ANSWERS, serving
 from tests.test_data_loader import CPU, read_all
@@ -384,6 +385,7 @@ def streamed(server, **more):
 SHARD = ["train_shard.py", "--yaml_config=config/ViT.yaml", "--domain_parallel=1x2"]
 
 
+@pytest.mark.slow("whole runs over a server, without a fault")
 def test_runs_over_a_server_have_the_losses_of_year_files_bit_for_bit(server, tiny_options, tmp_path):
     cached = {"cache_to": tmp_path / "cache", "cache_gib": 1}
     runs = {"files": {"num_data_workers": 2}, "plain": streamed(server), "first": streamed(server, **cached)}
@@ -407,10 +409,7 @@ LAYOUTS = {
     "domain parallel": (SHARD, 2),
     "tensor parallel": (["train_mp.py", "--yaml_config=config/ViT.yaml", "--tensor_parallel=2"], 2),
 }
-more_layouts = pytest.mark.slow("ranks that read their own samples, and ranks that get them from another")
-BY_LAYOUT = ["one", "domain parallel"] + [
-    pytest.param(name, marks=more_layouts) for name in ("data parallel", "tensor parallel")
-]
+BY_LAYOUT = slow_but(["one"], LAYOUTS, "ranks that read their own samples, and ranks that get them from another")
 
 
 def run_all(words, ranks):
@@ -444,6 +443,7 @@ def test_a_lost_line_ends_a_run_as_a_signal_does_and_the_command_resumes_it(serv
     assert losses(tmp_path, "broken") == losses(tmp_path, "whole")
 
 
+@pytest.mark.slow("forecasts over a server")
 def test_forecasts_start_from_a_store_that_is_elsewhere(server, tiny_options, tmp_path):
     assert programs.run(["train.py", *tiny_options(run_num="run", num_iters=2)]).returncode == 0
     scores = []
@@ -459,6 +459,7 @@ def test_forecasts_start_from_a_store_that_is_elsewhere(server, tiny_options, tm
     assert ended.returncode == STOPPED_STATUS and "\nerror: http://127.0.0.1" in ended.stderr, ended.stderr
 
 
+@pytest.mark.slow("processes of DALI")
 @needs_dali
 @pytest.mark.timeout(200)
 def test_the_processes_of_dali_read_elsewhere_and_say_where_the_line_was_lost(server, tiny_config, tmp_path):
@@ -472,6 +473,7 @@ def test_the_processes_of_dali_read_elsewhere_and_say_where_the_line_was_lost(se
             list(loaders[0].train(seed=1, start=0, stop=20))
 
 
+@pytest.mark.slow("a line that is lost in a validation")
 def test_a_line_lost_in_validation_costs_no_score(server, tiny_options, tmp_path):
     keys = streamed(server, num_iters=10, num_data_workers=0)
     assert programs.run(["train.py", *tiny_options(run_num="whole", **keys)]).returncode == 0

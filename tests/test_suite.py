@@ -108,6 +108,7 @@ def test_the_server_of_programs_ends_with_the_tests():
     assert said.strip() and not psutil.wait_procs(servers, 20)[1]
 
 
+@pytest.mark.slow("two sessions of tests inside of this one")
 def test_what_a_session_leaves_in_the_temporary_folder_fails_it(tmp_path):
     (tmp_path / "test_tidy.py").write_text("def test_tidy(tmp_path):\n    (tmp_path / 'kept').touch()\n")
     (tmp_path / "test_litter.py").write_text(

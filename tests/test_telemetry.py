@@ -184,6 +184,7 @@ def test_a_tracker_that_fails_is_left_out_with_one_warning(caplog):
     assert [r.getMessage() for r in caplog.records] == ["it cannot be written from here on: reset"]
 
 
+@pytest.mark.slow("MLflow, an extra")
 def test_mlflow_has_the_curves_of_a_stopped_and_resumed_run(run, monkeypatch, tmp_path):
     pytest.importorskip("mlflow")
     from mlflow.tracking import MlflowClient
@@ -201,6 +202,7 @@ def test_mlflow_has_the_curves_of_a_stopped_and_resumed_run(run, monkeypatch, tm
     assert found.data.metrics["gradient/norm"] == done.readings[-1]["gradient/norm"]
 
 
+@pytest.mark.slow("Weights & Biases, an extra")
 def test_weights_and_biases_has_the_curves_without_a_network(run, monkeypatch):
     pytest.importorskip("wandb")
     from wandb.proto.wandb_internal_pb2 import Record

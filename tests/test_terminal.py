@@ -28,7 +28,7 @@ def shell(line, words, **variables):
 @pytest.mark.parametrize(
     "line",
     [
-        "train > /dev/full",
+        pytest.param("train > /dev/full", marks=pytest.mark.slow("an output that cannot be written")),
         pytest.param("train >&-", marks=pytest.mark.slow("a terminal that was closed")),
         pytest.param("train | head -1", marks=pytest.mark.slow("a pipe that was closed")),
         pytest.param("train 2>&-", marks=pytest.mark.slow("no standard error")),

@@ -131,6 +131,7 @@ def test_a_run_without_traces_is_one_line(tmp_path):
         timeline.main([str(tmp_path)])
 
 
+@pytest.mark.slow("two ranks that are profiled")
 def test_a_straggler_of_two_ranks_is_found(tiny_options, tmp_path, capsys):
     """The run of docs/profiling.md: every batch of rank 1 comes late."""
     words = tiny_options(profile="ranks", profile_start=3, profile_steps=4)

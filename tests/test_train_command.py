@@ -27,6 +27,7 @@ def finish(process):
     return process.returncode, out, err
 
 
+@pytest.mark.slow("a signal at a random time; test_stop_signals.py sends it at known ones")
 def test_terminated_at_a_random_time_and_run_again_ends_with_the_same_losses(tiny_options, tmp_path):
     common = {"num_iters": 800, "checkpoint_every": 50, "num_data_workers": 1}
     whole = start(tiny_options(run_num="whole", **common))

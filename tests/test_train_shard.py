@@ -29,6 +29,7 @@ def test_a_run_that_moves_from_one_layout_to_another_has_the_losses_of_train_py(
     assert losses(tmp_path, "moved") == pytest.approx(losses(tmp_path, "serial"), rel=1e-5)
 
 
+@pytest.mark.slow("torchrun itself")
 def test_under_torchrun_there_is_no_more_than_the_line(tiny_options):
     words = ["--yaml_config=config/ViT.yaml", *tiny_options(domain_parallel=2, patch_size=16)]
     status, output = finish(torchrun(words, script="train_shard.py"))
