@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from distributed.context_parallel import context_parallel
 from distributed.pipeline import SCHEDULES, split_into_stages
@@ -69,6 +68,8 @@ def split_model(model: nn.Module, options: ModelParallelOptions) -> Split:
 
 def tensor_parallel_by_torch(model: SplittableTransformer, mesh: DeviceMesh | None) -> None:
     """The same by PyTorch's own tensor parallelism, on DTensor: the library's route to the same numbers."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # slow to import
+
     attention = model.blocks[0].attn
     heads = attention.proj.in_features // attention.head_dim
     ranks = comm.get_size("tp")

@@ -15,17 +15,16 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from distributed.collectives import AnyGroup, as_group
 from distributed.protocol import SplittableTransformer
 from distributed.ties import tied_names
 from utils.errors import LayoutError
 
-SCHEDULES: dict[str, Callable] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
+SCHEDULES = {  # by name, the class of torch.distributed.pipelining
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
 }
 
 
@@ -134,6 +133,8 @@ class Pipeline:
         micro_batches: int,
         device: torch.device,
     ):
+        from torch.distributed import pipelining  # slow to import
+
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -145,11 +146,12 @@ class Pipeline:
         self.stages = []
         for i, stage in enumerate(stages):
             number = self.rank + i * self.size
-            self.stages.append(PipelineStage(stage, number, count, device, group=group))
+            self.stages.append(pipelining.PipelineStage(stage, number, count, device, group=group))
         # Only the interleaved schedule takes a list of stages.
         own = self.stages if len(stages) > 1 else self.stages[0]
         # The loss of a micro-batch is already its share of the loss of the batch.
-        self.schedule = SCHEDULES[schedule](own, micro_batches, loss_fn=self._loss, scale_grads=False)
+        run_schedule = getattr(pipelining, SCHEDULES[schedule])
+        self.schedule = run_schedule(own, micro_batches, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, prediction, target):
         if self.loss is None:  # a forecast

@@ -10,13 +10,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from tools.instruments.counting import Collective, Watch, collective
 from training.speed_options import EXPENSIVE
+from utils.sharded import is_dtensor
 from utils.torch_private import storage_id
 
 aten = torch.ops.aten
@@ -259,7 +259,7 @@ def _flops(
 
 def own_part(value: Any) -> Any:
     """The part of this rank of a DTensor, on which it computes; any other value as it is."""
-    return value._local_tensor if isinstance(value, DTensor) else value
+    return value._local_tensor if is_dtensor(value) else value
 
 
 def plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -22,8 +22,6 @@ from torch import nn
 from torch._decomp import decomposition_table
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.pipelining.schedules import _PipelineSchedule
-from torch.distributed.pipelining.stage import PipelineStage
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
@@ -37,6 +35,9 @@ from utils.layout import Layout
 from utils.schema import Config
 from utils.tiles import own_window
 from utils.torch_private import storage_id
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.stage import PipelineStage
 
 # How a schedule's method of these messages is called in torch 2.13, and in 2.15; 2.11 has none.
 SHAPE_MESSAGES = ("_warmup_p2p", "_initialize_pipeline_distributed_state")
@@ -72,6 +73,8 @@ def fake_rank(
 
         # What needs the data of a tensor is replaced by what needs only its shape.
         stack.enter_context(patch.object(FakeTensor, "as_subclass", _as_subclass, create=True))
+        from torch.distributed.pipelining.schedules import _PipelineSchedule  # slow to import
+
         for name in SHAPE_MESSAGES:
             if hasattr(_PipelineSchedule, name):
                 stack.enter_context(patch.object(_PipelineSchedule, name, _shapes_are_known))
@@ -163,6 +166,8 @@ def _shapes_are_known(schedule, stages, *_):
 @contextmanager
 def pipeline_shapes(config: Config, layout: Layout) -> Iterator[None]:
     """Inside, stages of a pipeline take and give micro-batches: images (B, C, H, W) at its ends, (B, N, D) between."""
+    from torch.distributed.pipelining.stage import PipelineStage  # slow to import
+
     samples = config.global_batch_size // layout.dp // config.gradient_accumulation
     window = own_window(config.img_size, config.patch_size)
     size = [side.stop - side.start for side in window]  # of this rank's part
@@ -193,7 +198,7 @@ def pipeline_shapes(config: Config, layout: Layout) -> Iterator[None]:
         return PipelineStage(module, number, count, device, group=group, **shapes)
 
     with (
-        patch("distributed.pipeline.PipelineStage", stage),
+        patch("torch.distributed.pipelining.PipelineStage", stage),
         # Torch 2.11 sends a number as a run begins, so that neighbours connect: no message of a step.
         patch.object(PipelineStage, "_get_init_p2p_neighbors_ops", lambda _: [], create=True),
         # Torch 2.11 compares the outputs with the shapes above, and their types too, which autocast decides.
@@ -202,7 +207,7 @@ def pipeline_shapes(config: Config, layout: Layout) -> Iterator[None]:
         yield
 
 
-def receive_buffers(stages: Iterable[PipelineStage]) -> list[Any]:
+def receive_buffers(stages: Iterable["PipelineStage"]) -> list[Any]:
     """The buffers into which stages of a pipeline receive: one for each micro-batch, for the whole run; and None."""
     infos = tree_leaves([(stage.args_recv_info, stage.grad_recv_info) for stage in stages])
     return [getattr(info, "buffer", None) for info in infos]

@@ -16,7 +16,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from distributed.data_parallel import DataParallelOptions, data_parallel
 from distributed.parallel_model import transform_forward
@@ -36,6 +35,7 @@ from training.tasks import build_task
 from utils import comm
 from utils.layout import Layout
 from utils.schema import Config
+from utils.sharded import is_fsdp_module
 from utils.torch_private import storage_id
 
 # The deepest stages that are traced in full. How DDP cuts buckets is not linear in the number of blocks.
@@ -272,7 +272,10 @@ class _StepObserver:
 
     def fsdp_units(self) -> list[nn.Module]:
         """Modules whose parameters fully_shard gathers together."""
-        return [unit for module in self.called for unit in module.modules() if isinstance(unit, FSDPModule)]
+        units: list[nn.Module] = []
+        for module in self.called:
+            units += filter(is_fsdp_module, module.modules())
+        return units
 
     def _note(self, name, numbers):
         """Hold the most bytes so far of these storages under a name."""
