@@ -10,9 +10,9 @@ from training.tasks import build_task
 from utils import comm
 from utils.data_loader import DataLoader
 from utils.errors import UsageError
-from weather.dataset import FieldDataset
-from weather.forcings import Forcings
-from weather.grid import latitudes, longitudes
+from weather.fields.grid import latitudes, longitudes
+from weather.years.dataset import FieldDataset
+from weather.years.forcings import Forcings
 
 CPU = torch.device("cpu")
 SIZE = (16, 32)

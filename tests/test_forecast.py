@@ -29,7 +29,7 @@ from tools.forecasting.skill_report import useful_hours
 from training.metrics import latitude_weights
 from training.model import build_model
 from training.rollout import Rollout
-from weather.channels import CHANNELS
+from weather.fields.channels import CHANNELS
 
 NAMES = [channel.name for channel in CHANNELS]
 START = np.datetime64("1982-01-02T06")

@@ -13,8 +13,8 @@ import xarray
 from docs.examples.own_region import HEIGHT, NORTH, PACKED, STEP, WIDTH, region
 from tests.support import programs
 from tests.support.refusals import refusal
-from weather.dataset import FieldDataset
 from weather.prepare_data import main
+from weather.years.dataset import FieldDataset
 
 H, W, FRAMES = HEIGHT, WIDTH, 40
 VARIABLES = ("t2m", "u10", "swh")

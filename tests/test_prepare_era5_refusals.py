@@ -10,10 +10,10 @@ import pytest
 
 from tests.support.era5_examples import H, W, build, convert, reference_hours, save_netcdf, save_zarr, wb2_regridded
 from tests.support.refusals import refusal
-from weather import data_set_writer
-from weather.remote_store import RemoteOptions
-from weather.zarr_store import ZarrStore
-from weather.zarr_year import ZarrYear
+from weather.convert import data_set_writer
+from weather.sources.remote_store import RemoteOptions
+from weather.years.zarr_store import ZarrStore
+from weather.years.zarr_year import ZarrYear
 
 
 def put(data, name, value, **where):

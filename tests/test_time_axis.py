@@ -13,9 +13,9 @@ from tests.support.refusals import refusal
 from tools.forecasting.dated_frames import DatedFrames, parse_date
 from training.tasks import build_task
 from weather import year_files
-from weather.data_record import check_same_kind, make_record
-from weather.dataset import FieldDataset
-from weather.year_data import file_times
+from weather.checks.data_record import check_same_kind, make_record
+from weather.years.dataset import FieldDataset
+from weather.years.year_data import file_times
 
 SHAPE = (2, 4, 8)  # channels, rows, columns
 FRAMES = 8

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 
 from utils.errors import ArgumentParser, UsageError, float_in_range, int_in_range, run_main
-from weather.data_set_writer import SPLITS, DataSetWriter
-from weather.dataset import FieldDataset
-from weather.grid import years_of
-from weather.own_config import write_own_config
-from weather.own_data import OwnData
-from weather.own_requests import parse_requests
-from weather.time_axis import show
+from weather.convert.data_set_writer import SPLITS, DataSetWriter
+from weather.convert.own_config import write_own_config
+from weather.fields.grid import years_of
+from weather.fields.requests import parse_requests
+from weather.fields.time_axis import show
+from weather.sources.own_data import OwnData
+from weather.years.dataset import FieldDataset
 
 VERSION = 1  # of the conversion; another version makes other values
 TITLE = "Own data for training"

@@ -3,16 +3,16 @@
     python -m weather.sample_data                                  # data/quick: 7 years of 60 days on 32 x 64
     python -m weather.sample_data data/big --img_size 360 720 --days all
 
-weather/year_files.py describes the files; the command can be interrupted and repeated. weather/atmosphere.py describes
-the dynamics and their sources, SOURCE those of the channels.
+weather/year_files.py describes the files; the command can be interrupted and repeated.
+weather/sample/atmosphere.py describes the dynamics and their sources, SOURCE those of the channels.
 """
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from utils.errors import int_in_range, reported_as_usage_error, run_main
-from weather.atmosphere import Atmosphere
-from weather.grid import Grid, latitudes, longitudes
+from weather.fields.grid import Grid, latitudes, longitudes
+from weather.sample.atmosphere import Atmosphere
 from weather.year_files import YearFileWriter, year_file_parser
 
 VERSION = 1  # of the atmosphere; another version makes other data

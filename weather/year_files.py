@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 
 from utils.errors import ArgumentParser, UsageError, int_in_range, run_main
-from weather.channels import CHANNELS
-from weather.data_set_writer import SPLITS, Constant, DataSetWriter
-from weather.dataset import FieldDataset
-from weather.grid import Grid, frame_times, year_frames
-from weather.remote_store import RemoteOptions, add_remote_options
-from weather.store_path import data_path, parse_years
-from weather.training_statistics import write_statistics
-from weather.year_reader import open_year, year_paths
+from weather.convert.data_set_writer import SPLITS, Constant, DataSetWriter
+from weather.convert.training_statistics import write_statistics
+from weather.fields.channels import CHANNELS
+from weather.fields.grid import Grid, frame_times, year_frames
+from weather.sources.remote_store import RemoteOptions, add_remote_options
+from weather.years.dataset import FieldDataset
+from weather.years.store_path import data_path, parse_years
+from weather.years.year_reader import open_year, year_paths
 
 FrameReader = Callable[[int, int, int], np.ndarray]  # (year, first, count): frames (count, C, H, W)
 

@@ -1,0 +1,188 @@
+"""HDF5 files, opened without locks, and checked to hold what was written into them.
+
+Parallel file systems (Lustre, NFS) may have no locks, and answer with an error. Readers need none, since a file has its
+name only when it is whole; and a file that is written has a name of its own.
+"""
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+from utils.errors import UsageError
+from weather.sources.file_formats import BEGINNING_BYTES, describe_file
+
+WITHOUT_LOCKS = {"locking": False}  # for h5py, and for xarray's driver_kwds
+SIGNATURE = b"\x89HDF\r\n\x1a\n"
+USER_BLOCKS = (0, *(2**power for power in range(9, 17)))  # where HDF5's signature may stand: 0, 512, 1024, ...
+NETCDF3 = "it is NetCDF 3, not HDF5: turn it into NetCDF 4 with `nccopy -k nc4 IN OUT`"
+OTHER_FIELDS = {  # by the first bytes of a file: fields that a year is not made of, but can be made from
+    b"CDF\x01": NETCDF3,
+    b"CDF\x02": NETCDF3,
+    b"CDF\x05": NETCDF3,
+    b"GRIB": "it is GRIB: convert it with `python -m weather.prepare_era5`",
+}
+FILTERS = {  # by their registered numbers: name, and the package that brings it
+    32000: ("LZF", "h5py"),
+    32001: ("Blosc", "hdf5plugin"),
+    32004: ("LZ4", "hdf5plugin"),
+    32008: ("Bitshuffle", "hdf5plugin"),
+    32013: ("ZFP", "hdf5plugin"),
+    32015: ("Zstandard", "hdf5plugin"),
+    32017: ("SZ", "hdf5plugin"),
+    32024: ("SZ3", "hdf5plugin"),
+    32026: ("Blosc2", "hdf5plugin"),
+    307: ("bzip2", "hdf5plugin"),
+}
+
+
+def open_hdf5(path: Path | str, mode: str = "r") -> h5py.File:
+    """Open a file of HDF5, or make one (mode "w"). Raises OSError."""
+    return h5py.File(path, mode, **WITHOUT_LOCKS)
+
+
+def is_hdf5(path: Path | str) -> bool:
+    """Tell whether a file is HDF5, by its signature, which a block of the user may precede. Raises OSError."""
+    with open(path, "rb") as file:
+        # The signature stands behind a block of the user, whose size is a power of two.
+        for position in USER_BLOCKS:
+            file.seek(position)
+            if file.read(len(SIGNATURE)) == SIGNATURE:
+                return True
+    return False
+
+
+def check_format(path: Path) -> None:
+    """Raise UsageError, saying what it is, for a file that is not HDF5."""
+    if is_hdf5(path):
+        return
+    with open(path, "rb") as file:
+        beginning = file.read(BEGINNING_BYTES)
+    for start, what in OTHER_FIELDS.items():
+        if beginning.startswith(start):
+            raise UsageError(f"{path}: {what}")
+    raise UsageError(f"{path}: is not HDF5: {describe_file(beginning)}")
+
+
+def check_filters(fields: h5py.Dataset, where: str) -> None:
+    """Raise UsageError for a compression that this HDF5 lacks. where: the file and the dataset, for the message."""
+    properties = fields.id.get_create_plist()
+    for number in range(properties.get_nfilters()):
+        code, _, _, name = properties.get_filter(number)
+        if h5py.h5z.filter_avail(code):
+            continue
+        # Filters that we do not know may tell their own name.
+        title, package = FILTERS.get(code, (name.decode(errors="replace") or "unknown", "hdf5plugin, if it has it"))
+        raise UsageError(
+            f"{where} is compressed with filter {code} ({title}), which this HDF5 lacks: rewrite it without "
+            f"(h5repack -f NONE IN OUT), or `pip install {package}` and set HDF5_PLUGIN_PATH to its plugins"
+        )
+
+
+def check_written(
+    fields: h5py.Dataset,
+    where: str,
+    above: tuple[str, ...] = (),
+) -> None:
+    """Raise UsageError where parts of a dataset were never written: HDF5 would read zeros there, without a word.
+
+    Virtual datasets are followed to the files that they are made of. where: the file and the dataset, for the message.
+    above: the files that this one is a source of.
+    """
+    if fields.is_virtual:
+        _check_virtual(fields, where, above)
+        return
+    if fields.external:
+        _check_external(fields, where)
+        return
+    # A contiguous dataset has all of its space or none.
+    if fields.chunks is None:
+        status = fields.id.get_space_status()
+        if status == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED:
+            raise UsageError(f"{where}: all of it was never written: the file was not finished")
+        return
+    counts = []  # chunks along each axis, rounded up
+    for length, chunk in zip(fields.shape, fields.chunks, strict=True):
+        counts.append(-(-length // chunk))
+    total = math.prod(counts)
+    written = fields.id.get_num_chunks()
+    if written < total:
+        raise UsageError(f"{where}: {total - written} of {total} chunks were never written: the file was not finished")
+
+
+def _check_virtual(
+    fields: h5py.Dataset,
+    where: str,
+    above: tuple[str, ...],
+) -> None:
+    """Look at every source of a virtual dataset: its file, its dataset, its size, and that all of it is mapped."""
+    file_name = str(Path(fields.file.filename).resolve())
+    if file_name in above:
+        raise UsageError(f"{where} is virtual, and its sources lead back to itself")
+    # Points of the dataset that some source fills.
+    mapped = 0
+    for source in fields.virtual_sources():
+        # A selection without an end grows with its sources, whose names are a pattern: p%b.h5.
+        is_endless = "%" in source.file_name or "%" in source.dset_name
+        mapped += math.prod(fields.shape) if is_endless else source.vspace.get_select_npoints()
+        if source.file_name == ".":  # the file itself
+            continue
+        path = _find_source(fields, source.file_name.replace("%b", "0"), where)
+        with open_hdf5(path) as file:
+            part = file.get(source.dset_name.replace("%b", "0"))
+            if not isinstance(part, h5py.Dataset):
+                raise UsageError(f"{where} is virtual, and its source {path} has no dataset '{source.dset_name}'")
+            if not is_endless:
+                _check_size(part, source, f"{where} is virtual, and its source {path}")
+            check_written(part, f"{where}, made of {path}", (*above, file_name))
+    points = math.prod(fields.shape)
+    if mapped < points:
+        raise UsageError(
+            f"{where} is virtual, and {1 - mapped / points:.0%} of it has no source: HDF5 reads zeros there"
+        )
+
+
+def _find_source(fields: h5py.Dataset, name: str, where: str) -> Path:
+    """The file of a source, where HDF5 looks for it: beside the file, past links too, and in the working folder."""
+    file = Path(fields.file.filename)
+    # HDF5 looks in these folders, in this order.
+    folders = [file.parent, file.resolve().parent, Path()]
+    bare_name = Path(name).name
+    candidates = [folder / name for folder in folders]
+    candidates += [folder / bare_name for folder in folders[:2]]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise UsageError(f"{where} is virtual, and its source {name} is not there: HDF5 reads zeros in its place")
+
+
+def _check_size(part: h5py.Dataset, source: Any, where: str) -> None:
+    """Raise UsageError where a source is smaller than what is taken of it: it was not finished, or made anew."""
+    # A selection beyond the end of a source is read as zeros.
+    taken = source.vspace.get_select_npoints()
+    is_short = taken > part.size
+    if source.src_space.get_select_type() != h5py.h5s.SEL_ALL:
+        _, last = source.src_space.get_select_bounds()
+        is_short |= any(length <= number for length, number in zip(part.shape, last, strict=False))
+    if is_short:
+        raise UsageError(f"{where} has shape {part.shape}, and {taken} values are taken of it: was it not finished?")
+
+
+def _check_external(fields: h5py.Dataset, where: str) -> None:
+    """Look at the raw files that hold the values of a dataset. HDF5 looks for them in the working folder."""
+    beside = Path(fields.file.filename).parent
+    # HDF5 itself reads this variable.
+    prefix = os.environ.get("HDF5_EXTFILE_PREFIX", "").replace("${ORIGIN}", str(beside))
+    size = 0
+    for name, offset, length in fields.external:
+        path = Path(prefix, name)
+        if not path.is_file():
+            is_beside = (beside / name).is_file()
+            remedy = "set HDF5_EXTFILE_PREFIX='${ORIGIN}' to have it read from beside this file" if is_beside else ""
+            raise UsageError(f"{where} lies in the file {path}, which is not there{remedy and ': '}{remedy}")
+        available = max(0, path.stat().st_size - offset)
+        size += available if length == h5py.h5f.UNLIMITED else min(length, available)
+    if size < fields.nbytes:
+        raise UsageError(f"{where} lies in other files, which hold {size} of its {fields.nbytes} bytes")

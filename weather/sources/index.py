@@ -1,0 +1,250 @@
+"""Which source holds which quantity at which instant: found once for all sources, so that a frame costs no search."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from utils.errors import UsageError
+from weather.fields.names import describe
+from weather.sources.axes import minute
+from weather.sources.blocks import SIX_HOURS, BlockReader
+from weather.sources.store import Store, describe_stores
+
+Needed = Mapping[str, Sequence[float | None]]  # {quantity: its levels in hPa, None for the surface}
+SHOWN = 3  # sources in a message
+KEPT_BYTES = 2 * 2**30  # of decoded frames, at most
+
+
+@dataclass(frozen=True)
+class Holders:
+    """Where the frames of one quantity at one level lie, in the order of their dates.
+
+    times (N,) datetime64[s]; stores (N,), the number of a source; frames (N,), an index of its times. Of sources that
+    hold the same instant the first one comes first.
+    """
+
+    times: np.ndarray
+    stores: np.ndarray
+    frames: np.ndarray
+
+    def find(self, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(first entry, number of entries) of each of `times` (T,)."""
+        first = np.searchsorted(self.times, times, "left")
+        end = np.searchsorted(self.times, times, "right")
+        return first, end - first
+
+
+@dataclass
+class Reading:
+    """Values of one quantity while they are read, first from some sources, then from others.
+
+    levels: L in hPa. values: (T, L, H, W) float32. sources: (T, L), the number of the source that was read first.
+    """
+
+    quantity: str
+    levels: Sequence[float | None]
+    values: np.ndarray
+    sources: np.ndarray
+
+    def put(
+        self,
+        rows: np.ndarray,
+        level: int,
+        values: np.ndarray,
+        source: int,
+    ) -> None:
+        """Take values (N, H, W) for instants `rows` (N,): all of them where nothing was read yet, else for NaN."""
+        # What was read before stays, unless it is NaN.
+        is_new = self.sources[rows, level] < 0
+        new = rows[is_new]
+        known = rows[~is_new]
+        self.values[new, level] = values[is_new]
+        self.sources[new, level] = source
+        if len(known):
+            before = self.values[known, level]
+            self.values[known, level] = np.where(np.isnan(before), values[~is_new], before)
+
+
+class Index:
+    """The Holders of all needed quantities and levels, and what is read through them.
+
+    derived: humidity is derived, of which messages speak. step: as for a BlockReader.
+    Raises UsageError if no source holds one of them, or holds it in other units or dimensions.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[Store],
+        needed: Needed,
+        derived: bool = False,
+        kept_bytes: int = KEPT_BYTES,
+        step: np.timedelta64 = SIX_HOURS,
+    ):
+        self.stores = stores
+        self.needed = needed
+        self.derived = derived
+        # A frame has a field for each quantity at each level.
+        fields = sum(len(levels) for levels in needed.values())
+        self.blocks = BlockReader(stores, fields, kept_bytes, step)
+        self.holders: dict[tuple[str, float | None], Holders] = {}
+        self._by_numbers: dict[tuple[int, ...], Holders] = {}
+        for quantity, levels in needed.items():
+            for level in levels:
+                self.holders[quantity, level] = self._find_holders(quantity, level)
+
+    def _find_holders(self, quantity: str, level: float | None) -> Holders:
+        numbers = []
+        for number, store in enumerate(self.stores):
+            if store.holds(quantity, level):
+                numbers.append(number)
+        if not numbers:
+            what = describe(quantity, level)
+            reason = self._describe_reason(quantity)
+            held = self._describe_sources()
+            raise UsageError(f"no source holds {what}{reason}: {held}")
+        # Most quantities lie in the same sources as another one.
+        key = tuple(numbers)
+        if key not in self._by_numbers:
+            self._by_numbers[key] = self._merge_times(numbers)
+        return self._by_numbers[key]
+
+    def _merge_times(self, numbers: list[int]) -> Holders:
+        """The Holders of what lies in the sources of these numbers."""
+        # One table of all frames: date, source, index in the source; sorted by date.
+        times = []
+        stores = []
+        frames = []
+        for number in numbers:
+            count = len(self.stores[number].times)
+            times.append(self.stores[number].times)
+            stores.append(np.full(count, number))
+            frames.append(np.arange(count))
+        all_times = np.concatenate(times)
+        order = np.argsort(all_times, kind="stable")  # of one instant, the first source stays first
+        return Holders(
+            all_times[order],
+            np.concatenate(stores)[order],
+            np.concatenate(frames)[order],
+        )
+
+    def _describe_reason(self, quantity: str) -> str:
+        """Why specific humidity is looked for, as a part of a message."""
+        if quantity != "q" or not self.derived:
+            return ""
+        reason = "from which relative humidity is derived"
+        for store in self.stores:
+            if store.fields.get("r"):
+                return f", {reason}, as that of {store.address} has no units (%, or 1)"
+        return f", {reason}, as there is none"
+
+    def _describe_sources(self) -> str:
+        """What the sources hold, of many the first ones of each kind."""
+        by_address: dict[str, list[Store]] = {}
+        for store in self.stores:
+            of_address = by_address.setdefault(store.address, [])
+            of_address.append(store)
+        # Files for other months hold the same variables, and are one kind.
+        kinds: dict[tuple[str, ...], list[Store]] = {}
+        for stores in by_address.values():
+            kind = [f"{sorted(store.source.variables)} {store.levels}" for store in stores]
+            kinds.setdefault(tuple(kind), stores)
+        shown = list(kinds.values())[:SHOWN]
+        text = "; ".join(describe_stores(stores) for stores in shown)
+        more = len(by_address) - len(shown)
+        return f"{text}; and {more} more sources" if more else text
+
+    def check(self, times: np.ndarray) -> None:
+        """Raises UsageError if no source holds one of `times` (T,), or parts of what will be read are not there."""
+        for (quantity, level), holders in self.holders.items():
+            _, counts = holders.find(times)
+            absent = times[counts == 0]
+            if len(absent):
+                what = describe(quantity, level)
+                more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
+                first = minute(holders.times[0])
+                last = minute(holders.times[-1])
+                raise UsageError(
+                    f"{what}: {minute(absent[0])} is missing{more}, needed are 00, 06, 12, 18 UTC; "
+                    f"the sources hold {first} to {last}"
+                )
+        self._check_parts(times)
+
+    def _check_parts(self, times: np.ndarray) -> None:
+        """Look for parts that were never written, in the sources that hold an instant alone."""
+        parts: dict[int, list[tuple[str, float | None, np.ndarray]]] = {}
+        for (quantity, level), holders in self.holders.items():
+            first, counts = holders.find(times)
+            # Where another source holds the instant too, NaN may stand in this one.
+            entries = first[counts == 1]
+            numbers = holders.stores[entries]
+            frames = holders.frames[entries]
+            for number in np.unique(numbers):
+                of_store = parts.setdefault(int(number), [])
+                of_store.append((quantity, level, frames[numbers == number]))
+        # One source after the other, as each may have to be opened again.
+        for number in sorted(parts):
+            for quantity, level, frames in parts[number]:
+                self.stores[number].check(quantity, level, frames)
+
+    def kept_bytes(self) -> int:
+        """The most bytes of decoded frames that are kept, 0 where no chunk holds more than one frame."""
+        most = 1
+        for (quantity, level), holders in self.holders.items():
+            for number in np.unique(holders.stores):
+                chunk = self.stores[number].chunk_frames(quantity, level)
+                most = max(most, chunk)
+        return self.blocks.kept_bytes(most)
+
+    def read(
+        self,
+        quantity: str,
+        times: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Values (T, L, H, W) float32 at all needed levels, and the number of the source (T, L) of each.
+
+        A value is of the first source that holds the instant; where that one has NaN, of the next one.
+        """
+        levels = self.needed[quantity]
+        found = [self.holders[quantity, level].find(times) for level in levels]
+        first = np.stack([entries for entries, _ in found], axis=1)  # (T, L)
+        counts = np.stack([count for _, count in found], axis=1)  # (T, L)
+
+        # First the first source of each instant, then others for what is NaN.
+        rows = len(self.stores[0].latitude)
+        columns = len(self.stores[0].longitude)
+        values = np.empty((*first.shape, rows, columns), np.float32)
+        sources = np.full(first.shape, -1)
+        reading = Reading(quantity, levels, values, sources)
+        for attempt in range(counts.max()):
+            wanted = counts > attempt
+            if attempt > 0:
+                wanted &= np.isnan(values).any((-2, -1))
+            if not wanted.any():
+                break
+            self._read_entries(reading, first + attempt, wanted)
+        return values, sources
+
+    def _read_entries(self, reading: Reading, entries: np.ndarray, wanted: np.ndarray) -> None:
+        """Read what is wanted (T, L), of the Holders' entries (T, L)."""
+        # Source and frame of each value, (T, L); -1 where nothing is wanted.
+        numbers = np.full(entries.shape, -1)
+        frames = np.full(entries.shape, -1)
+        for i, level in enumerate(reading.levels):
+            holders = self.holders[reading.quantity, level]
+            here = entries[wanted[:, i], i]
+            numbers[wanted[:, i], i] = holders.stores[here]
+            frames[wanted[:, i], i] = holders.frames[here]
+
+        # From each source all of its frames and levels at once.
+        for number in np.unique(numbers[wanted]).tolist():
+            chosen = numbers == number  # (T, L)
+            rows = np.flatnonzero(chosen.any(axis=1))
+            columns = np.flatnonzero(chosen.any(axis=0)).tolist()
+            # A store has one frame for an instant, whatever the level.
+            of_store = np.where(chosen, frames, -1)[rows].max(axis=1)
+            levels = [reading.levels[i] for i in columns]
+            read = self.blocks.read(number, reading.quantity, levels, of_store)
+            for k, i in enumerate(columns):
+                here = chosen[rows, i]
+                reading.put(rows[here], i, read[here, k], number)

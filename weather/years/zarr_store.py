@@ -1,0 +1,118 @@
+"""An open Zarr store, here or elsewhere: in our own layout, or with the variables of ERA5 in the names of others."""
+
+import threading
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from utils.errors import UsageError, reading
+from weather.fields.channels import BY_NAME
+from weather.sources.remote_store import RemoteObjects, RemoteOptions, is_address
+from weather.years.held_arrays import LazyArray
+from weather.years.year_data import DATASET
+
+try:
+    import zarr
+
+    from weather.sources.chunk_reader import ChunkReader
+    from weather.sources.chunk_sources import ChunkSource, LocalChunks
+    from weather.sources.remote_zarr import RemoteZarrStore
+    from weather.sources.zarr_layout import chunk_layout
+except ImportError as error:
+    raise UsageError(f"a Zarr store needs the package zarr ({error}): pip install -r requirements/era5.txt") from None
+
+if TYPE_CHECKING:
+    from weather.years.source_year import SourceReader
+
+# Arrays that a store may have beside its fields: asked for one by one where a server does not list what it has.
+COORDINATES = ("time", "channel", "channel_units", "latitude", "longitude", "lat", "lon")
+USUAL_NAMES = (*COORDINATES, "orography", "land", "land_sea_mask")
+
+
+REMEMBERED_BYTES = 2**26  # of an array of a remote store, which is requested whole
+
+
+class ZarrStore:
+    """A store that is open. Several threads may read from it at a time.
+
+    arrays: all that it holds by name, of our own layout. is_source: its variables are those of ERA5, under the names of
+    others. Raises UsageError for what is no store.
+    """
+
+    def __init__(self, address: str, options: RemoteOptions):
+        self.address = address
+        self.is_remote = is_address(address)
+        self.source: ChunkSource
+        self.store: Any
+        if self.is_remote:
+            objects = RemoteObjects(address, options)
+            self.source = objects
+            self.store = RemoteZarrStore(objects)
+        else:
+            self.source = LocalChunks(Path(address))
+            self.store = address
+        self.lock = threading.Lock()
+        self.arrays: dict[str, Any] = {}
+        self.dates: np.ndarray | None = None  # of all frames, (T,) datetime64[s], once a year was looked for
+        try:
+            with reading(f"{address}: Zarr"):
+                # Metadata in one piece (consolidated) may be older than the store.
+                self.group = zarr.open_group(self.store, mode="r", use_consolidated=False)
+                self.is_source = self._has_sources()
+        except UsageError:
+            if self.is_remote and self.store.denied:
+                raise UsageError(self.store.denied) from None
+            raise
+
+    def _has_sources(self) -> bool:
+        """Find the arrays; tell whether they are ERA5's variables, and not ours."""
+        # On a file system all arrays are looked at.
+        if not self.is_remote:
+            self.arrays = dict(self.group.arrays())
+            known = [name for name in self.arrays if name.lower() in BY_NAME]
+            return DATASET not in self.arrays and bool(known)
+        if DATASET not in self.group:  # to look at all variables of a large store would take a request for each
+            return True
+        if self.store.supports_listing:
+            self.arrays = dict(self.group.arrays())
+        # A server that lists nothing is asked for the usual names.
+        if DATASET not in self.arrays:
+            names = [DATASET, *(name for name in USUAL_NAMES if name in self.group)]
+            self.arrays = {name: self.group[name] for name in names}
+        self._remember_small_arrays()
+        return False
+
+    def _remember_small_arrays(self) -> None:
+        """Let each array but the fields be requested once, and not anew for every year of the store."""
+        for name, array in self.arrays.items():
+            is_small = array.nbytes <= REMEMBERED_BYTES
+            if name != DATASET and is_small:
+                load = partial(array.__getitem__, slice(None))
+                self.arrays[name] = LazyArray(load, array.shape, array.dtype, dict(array.attrs))
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of the fields; of a store that is elsewhere as if they were not compressed: to ask takes too long."""
+        fields = self.arrays[DATASET]
+        return fields.nbytes if self.is_remote else fields.nbytes_stored()
+
+    @cached_property
+    def chunks(self) -> ChunkReader:
+        """The reader of the fields. Raises UsageError where chunks of them were never written."""
+        # Once for all years: it looks at the names of all chunks.
+        with reading(f"{self.address}: Zarr"):
+            reader = ChunkReader(chunk_layout(self.arrays[DATASET]), self.source, self.address)
+            missing = reader.count_missing()
+        if missing:
+            what = f"{missing} chunks of '{DATASET}' were never written: the store was not finished"
+            raise UsageError(f"{self.address}: {what}")
+        return reader
+
+    @cached_property
+    def era5(self) -> "SourceReader":
+        """The store as the converter reads it. Raises UsageError."""
+        from weather.years.source_year import open_source
+
+        return open_source(self.address, self.store if self.is_remote else None)
