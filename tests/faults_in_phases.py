@@ -40,7 +40,7 @@ PHASES = {
     "compilation": Phase("torch._dynamo.convert_frame:compile_frame", 1, "compiled", STOPPED_STATUS),
     "validation": Phase("training.tasks.validation:ForecastValidator.whole_steps", -2, "train", STOPPED_STATUS),
     "sample data": Phase("weather.sample.atmosphere:Atmosphere.frames", 2, "sample data", STOPPED_STATUS),
-    "conversion": Phase("weather.sources.own_data:OwnData.frames", 2, "conversion", STOPPED_STATUS),
+    "conversion": Phase("weather.sources.data:SourceData.frames", 2, "conversion", STOPPED_STATUS),
     "statistics": Phase("weather.convert.training_statistics:StatisticsSums.add", 1, "statistics", TERMINATED),
     "forecast": Phase("training.rollout:Rollout.next_state", 3, "forecast", TERMINATED),
     "plan search": Phase("tools.planner.plan:trace_step", 1, "plan", TERMINATED),

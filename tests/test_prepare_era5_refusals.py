@@ -62,11 +62,11 @@ REFUSALS = {
     ),
     "times that decrease": (
         lambda d: d.isel(valid_time=slice(None, None, -1)),
-        "times do not increase",
+        "valid_time does not increase",
     ),
     "a time twice": (
         lambda d: d.isel(valid_time=[0, 1, 1, 2]),
-        "times do not increase: 1979-01-01T06:00 comes twice, at indices 1 and 2: keep one of them",
+        "valid_time does not increase: 1979-01-01T06:00 comes twice, at indices 1 and 2: keep one of them",
     ),
     "times twice, apart": (
         lambda d: d.isel(valid_time=[0, 1, 2, 3, 1, 2]),
@@ -78,7 +78,7 @@ REFUSALS = {
     ),
     "a date that is none": (
         lambda d: d.assign_coords(valid_time=[*d.valid_time.values[:31], np.datetime64("NaT")]),
-        "its valid_time holds no date at index 31",
+        "its valid_time holds no date at frame 31",
     ),
     "days without leap days": (
         lambda d: calendar(d, "noleap"),
@@ -87,7 +87,7 @@ REFUSALS = {
     "months of 30 days": (lambda d: calendar(d, "360_day"), "has the calendar '360_day', and the standard one"),
     "dates without units": (
         lambda d: d.assign_coords(valid_time=reference_hours(d)),
-        "is not in dates of the standard calendar: it has no units, needed are such as 'hours since 1970-01-01'",
+        "its valid_time has no units: give it the attribute units, such as 'hours since 1970-01-01'",
     ),
     "dates out of reach": (
         lambda d: d.assign_coords(
@@ -217,7 +217,7 @@ def test_a_disk_too_small_is_refused_before_writing(tmp_path, monkeypatch):
 
 def test_sources_on_different_grids_are_refused(tmp_path):
     a, b = build(), build().isel(latitude=slice(0, H - 1))
-    with refusal("b.zarr: its grid is not that of .*a.zarr"):
+    with refusal("b.zarr: has 8 latitudes, 90 to -67.5, .*a.zarr 9, 90 to -90: bring them onto one grid"):
         convert([save_zarr(a, tmp_path / "a.zarr"), save_zarr(b, tmp_path / "b.zarr")], tmp_path / "out")
 
 

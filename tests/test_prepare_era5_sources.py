@@ -33,6 +33,7 @@ from weather.fields.grid import frame_times
 from weather.prepare_era5 import Era5
 from weather.sample.atmosphere import GRAVITY
 from weather.sources import hdf5_source
+from weather.sources.source import Source
 from weather.sources.store import Store
 
 zarr = pytest.importorskip("zarr")
@@ -213,7 +214,7 @@ def test_frames_newer_than_the_consolidated_metadata_are_read(tmp_path):
 def test_a_store_that_somebody_opened_is_read(tmp_path):
     path = save_zarr(build(), tmp_path / "a.zarr")
     opened = xarray.open_zarr(path, chunks=None)
-    era5 = Era5([Store("theirs", opened)])
+    era5 = Era5([Store(Source("theirs", opened.variables))])
     times = frame_times(1980, 0, FRAMES)
     era5.check(times)
     assert np.array_equal(era5.frames(times), TRUTH[1980])

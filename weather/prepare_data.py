@@ -24,7 +24,7 @@ from weather.convert.own_config import write_own_config
 from weather.fields.grid import years_of
 from weather.fields.requests import parse_requests
 from weather.fields.time_axis import show
-from weather.sources.own_data import OwnData
+from weather.sources.data import SourceData
 from weather.years.dataset import FieldDataset
 
 VERSION = 1  # of the conversion; another version makes other values
@@ -52,7 +52,7 @@ def prepare_data(
     """
     # Which channels, of which sources, at which dates.
     requests = parse_requests(variables)
-    data = OwnData([str(source) for source in sources], requests, coarsen)
+    data = SourceData(sources, requests, coarsen)
     split = split_by_share(data.dates, shares)
     if valid_from is not None or test_from is not None:
         split = split_by_date(data.dates, valid_from, test_from)
@@ -75,7 +75,7 @@ def prepare_data(
     writer = DataSetWriter(Path(out), dates, data.channels, data.grid, settings, TITLE, attributes)
     # Look for all that will be read before anything is written.
     if writer.missing:
-        data.check()
+        data.check(data.dates)
 
     def read_frames(path: Path, first: int, count: int) -> np.ndarray:
         return data.frames(dates[path][first : first + count])
@@ -137,7 +137,7 @@ def _name_files(out: Path, split: Mapping[str, np.ndarray]) -> dict[Path, np.nda
     return files
 
 
-def _describe(out: Path, data: OwnData, split: Mapping[str, np.ndarray]) -> None:
+def _describe(out: Path, data: SourceData, split: Mapping[str, np.ndarray]) -> None:
     """Print the channels, the grid and the splits, and what the trainer will assume of them."""
     named = []
     for channel in data.channels:

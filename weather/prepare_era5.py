@@ -17,7 +17,7 @@ import numpy as np
 
 from utils.errors import int_in_range, run_main
 from weather.fields.grid import frame_times
-from weather.sources.era5 import Era5
+from weather.sources.data import Era5
 from weather.year_files import YearFileWriter, year_file_parser
 
 VERSION = 1  # of the conversion; another version makes other values

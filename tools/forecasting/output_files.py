@@ -177,7 +177,7 @@ def _in_units_of_weatherbench2(field: xarray.DataArray, quantity: str) -> xarray
 
     The levels of one variable share their units.
     """
-    conversion = find_conversion(quantity, field.attrs["units"]) if quantity else None
+    conversion = find_conversion(field.attrs["units"], QUANTITIES[quantity].units) if quantity else None
     if conversion is None:
         return field
     units = QUANTITIES[quantity].units

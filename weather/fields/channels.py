@@ -5,11 +5,14 @@ ERA5's units. weather/era5.yaml has the quantities.
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from ruamel.yaml import YAML
+
+from utils.errors import UsageError
 
 TABLES = Path(__file__).parents[1] / "era5.yaml"
 ERA5: dict[str, Any] = YAML(typ="safe", pure=True).load(TABLES)
@@ -19,6 +22,7 @@ NAMES = "u10 v10 t2m sp mslp t850 u1000 v1000 z1000 u850 v850 z850 u500 v500 z50
 # The pressure at sea level is below: larger levels are in Pa.
 HIGHEST_HPA = 1100
 PA_PER_HPA = 100
+LAST = 1000  # the rank of a name that no list has
 
 
 class Quantity(NamedTuple):
@@ -29,6 +33,19 @@ class Quantity(NamedTuple):
     names: tuple[str, ...]
     lowest: float
     highest: float
+
+
+class Meaning(NamedTuple):
+    """What the name of a variable says.
+
+    rank: of several variables of one quantity, the lowest is taken. level: in hPa, if the name has it. units: those of
+    a variable that states none; "" where its name does not tell.
+    """
+
+    rank: int
+    quantity: str
+    level: int | None
+    units: str
 
 
 class Channel(NamedTuple):
@@ -93,17 +110,20 @@ def split_units(name: str) -> tuple[str, str]:
     return match[1], match[2].strip()
 
 
+def bare_units(units: str) -> str:
+    """Units with powers without ** and ^: 'm s**-1' is 'm s-1'."""
+    return units.replace("**", "").replace("^", "").strip()
+
+
 def spell_units(units: str) -> str:
-    """Units in one spelling, to compare them: 'm s**-1' is 'm s-1', 'HPA' is 'hpa'."""
-    without_signs = units.replace("**", "").replace("^", "").lower()
-    return " ".join(without_signs.split())
+    """Units in one spelling, to compare them: 'm  s**-1' is 'm s-1', 'HPA' is 'hpa'."""
+    return " ".join(bare_units(units).lower().split())
 
 
-def find_conversion(quantity: str, units: str) -> tuple[float, float] | None:
-    """(factor, offset) from units to those of a quantity of QUANTITIES; None where they are not known."""
+def find_conversion(units: str, ours: str) -> tuple[float, float] | None:
+    """(factor, offset) from units to ours; None where era5.yaml does not know them."""
     # The table lists, for each unit of ERA5, what others write in its place.
-    of_era5 = QUANTITIES[quantity].units
-    for spelling, (factor, offset) in ERA5["units"][of_era5].items():
+    for spelling, (factor, offset) in ERA5["units"][ours].items():
         if spell_units(spelling) == spell_units(units):
             return factor, offset
     return None
@@ -116,8 +136,9 @@ def are_same_units(quantity: str, units: str, others: str) -> bool:
     if quantity not in QUANTITIES:
         return False
     # Two spellings of one unit have the same factor and offset.
-    conversion = find_conversion(quantity, units)
-    return conversion is not None and conversion == find_conversion(quantity, others)
+    ours = QUANTITIES[quantity].units
+    known = find_conversion(units, ours)
+    return known is not None and known == find_conversion(others, ours)
 
 
 def value_range(quantity: str, level: float | None) -> tuple[float, float]:
@@ -138,6 +159,48 @@ def value_range(quantity: str, level: float | None) -> tuple[float, float]:
     lowest = np.interp(depth, depths, [by_level[p][0] for p in levels])
     highest = np.interp(depth, depths, [by_level[p][1] for p in levels])
     return float(lowest), float(highest)
+
+
+def meaning_of(name: str) -> Meaning | None:
+    """The Meaning of a name in any capitals, None for an unknown one.
+
+    T2M and VAR_2T are t2m, z500 is z at 500 hPa, and gh is z as a height.
+    """
+    # Archives of GRIB put VAR_ before the short names.
+    lowered = name.lower().removeprefix("var_")
+    if lowered in ERA5["also"]:
+        quantity, units = ERA5["also"][lowered]
+        return Meaning(LAST, quantity, None, units)
+    if lowered in BY_NAME:
+        quantity = BY_NAME[lowered]
+        names = [*QUANTITIES[quantity].names, quantity]
+        return Meaning(names.index(lowered), quantity, None, "")
+    # Else it may be a quantity and a level, as the channels of year files are named.
+    quantity, level = channel_key(lowered)
+    if quantity in ON_LEVELS and level is not None:
+        return Meaning(LAST, quantity, level, "")
+    return None
+
+
+def units_of(attributes: Mapping[str, Any]) -> str:
+    """The units that a variable states, powers without ** and ^ ('m s-1'); '' if it states none."""
+    return bare_units(str(attributes.get("units", "")))
+
+
+def conversion(subject: str, theirs: str, ours: str) -> tuple[float, float]:
+    """(factor, offset) from their units to ours. subject: begins the message. Raises UsageError for unknown units."""
+    known = find_conversion(theirs, ours)
+    if known is None:
+        listed = ", ".join(ERA5["units"][ours])
+        raise UsageError(f"{subject} unknown units '{theirs}' (known: {listed})")
+    return known
+
+
+def describe(quantity: str, level: float | None) -> str:
+    """A quantity at a level (hPa), by the two names that it is best known by; an unknown one by its own."""
+    known = QUANTITIES[quantity].names[:2] if quantity in QUANTITIES else (quantity,)
+    names = " or ".join(known)
+    return names if level is None else f"{names} at {level} hPa"
 
 
 CHANNELS = tuple(channel_of(name) for name in NAMES.split())

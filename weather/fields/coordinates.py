@@ -9,12 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from utils.errors import UsageError, reading
-from weather.fields.grid import Grid, latitudes, longitudes
+from weather.fields.grid import Grid, check_degrees, latitudes, longitudes
 from weather.fields.packing import check_unpacked
 from weather.fields.stored_arrays import StoredArrays, find_names, get_array, shape_of, text_attribute
 
-# Fewer rows in -1.57 to 1.57 may be a small region at the equator.
-FEW_ROWS = 8
 SAME_DEGREES = 1e-4  # rounding of coordinates in float32
 REGRID = "regrid it to latitudes and longitudes (cdo remapbil, xesmf)"
 
@@ -148,7 +146,7 @@ def _read(file: StoredArrays, name: str, axis: Axis) -> np.ndarray:
         raise UsageError(f"{where} is not in degrees, -{axis.largest} to {axis.largest}")
     # A mesh has a latitude for each point; a regular one repeats the same values.
     values = _one_of_each(stored, axis, where) if is_mesh else stored
-    check_degrees(values, units, axis, where)
+    check_degrees(values, units, axis.name, where)
     if axis is LATITUDE:
         _check_monotonic(values, where)
     else:
@@ -165,22 +163,6 @@ def _one_of_each(mesh: np.ndarray, axis: Axis, where: str) -> np.ndarray:
     if differences.max() > SAME_DEGREES:
         raise UsageError(f"{where} {mesh.shape} is not the same along a {axis.place}: {REGRID}")
     return values
-
-
-def check_degrees(values: np.ndarray, units: str, axis: Axis, where: str) -> None:
-    """Raise UsageError where values are in radians, or look so."""
-    says_radians = units.startswith("rad")
-    # A region of a few rows may lie at the equator; one that states degrees may do so with any number of them.
-    are_small = len(values) > FEW_ROWS and np.abs(values).max() <= np.pi / 2
-    looks_like_radians = axis is LATITUDE and are_small and not units.startswith("deg") and np.ptp(values) > 0
-    if says_radians or looks_like_radians:
-        # The values in the message let its reader recognise them.
-        lowest = values.min()
-        highest = values.max()
-        raise UsageError(
-            f"{where} is {lowest:.4g} to {highest:.4g}: in radians? Write degrees, with the attribute units "
-            f"'{axis.units[0]}'"
-        )
 
 
 def _check_monotonic(latitude: np.ndarray, where: str) -> None:

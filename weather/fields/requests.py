@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from utils.errors import UsageError
-from weather.fields.channels import ON_LEVELS, Channel, channel_of
-from weather.fields.names import meaning_of
+from weather.fields.channels import CHANNELS, ON_LEVELS, Channel, channel_key, channel_of, meaning_of
 
 FORM = "write a variable of the file (t2m), one at levels (z:500,850), or a name for it (rain=tp)"
 # [NAME=]VARIABLE[:LEVEL,LEVEL]
@@ -101,3 +100,17 @@ def _check_distinct(requests: list[Request]) -> None:
                 f"--variables: {request.variable} is to be {first.name} and {request.name}, which are not of one "
                 "quantity: leave one out"
             )
+
+
+def request_of(quantity: str, level: float | None) -> Request:
+    """The request of a quantity of era5.yaml, at a level (hPa) if it lies on levels."""
+    at_level = "" if level is None else f"{level:g}"
+    return Request(quantity, quantity, level, True, False, f"{quantity}{at_level}")
+
+
+def humidity_sources(request: Request) -> list[Request]:
+    """What relative humidity is derived from, at the same level."""
+    return [request_of("q", request.level), request_of("t", request.level)]
+
+
+ERA5_REQUESTS = [request_of(*channel_key(channel.name)) for channel in CHANNELS]

@@ -90,7 +90,7 @@ def _unknown_units(channels: list[Channel]) -> list[str]:
     names_by_unit: dict[str, list[str]] = {}
     for channel in channels:
         quantity, _ = channel_key(channel.name)
-        is_known = quantity not in QUANTITIES or find_conversion(quantity, channel.units) is not None
+        is_known = quantity not in QUANTITIES or find_conversion(channel.units, QUANTITIES[quantity].units) is not None
         if not is_known:
             names_by_unit.setdefault(channel.units, []).append(channel.name)
     lines = []

@@ -9,13 +9,12 @@ from functools import cached_property
 import numpy as np
 
 from utils.errors import UsageError, reading
+from weather.fields.dates import SINCE_1970, TOLERANCE, decode_dates
 from weather.fields.grid import HOUR, frame_times, year_frames
-from weather.fields.stored_arrays import StoredArrays
-from weather.fields.time_decoding import TOLERANCE, decode_time, find_time
+from weather.fields.packing import check_unpacked
+from weather.fields.stored_arrays import StoredArrays, find_names, get_array, shape_of, text_attribute
 
-# The years of weather: units that are not meant give others.
-FIRST_YEAR = 1500
-LAST_YEAR = 3000
+TIME_NAMES = ("time", "valid_time", "timestamp", "datetime", "date", "dates", "times")
 # Fewer frames do not tell their usual distance.
 FEW_FRAMES = 3
 
@@ -101,15 +100,38 @@ def read_time_axis(file: StoredArrays) -> TimeAxis | None:
 
     Raises UsageError where its time is no increasing dates of the standard calendar, one for each frame.
     """
-    name = find_time(file)
+    name = _find_time(file)
     if name is None:
         return _assumed_axis(file)
     where = f"{file.path}: its {name}"
     with reading(where):
-        axis = TimeAxis(*decode_time(file, name, where))
-        _check_years(axis, where)
-    _check_increasing(axis, where)
-    return axis
+        stored = get_array(file, name)
+        frames = file.shape[0]
+        if stored.shape != (frames,):
+            raise UsageError(f"{where} has shape {stored.shape}, the fields have {frames} frames")
+        check_unpacked(stored, where)
+        units = text_attribute(stored, "units")
+        if not units and name.lower() == "timestamp":
+            units = SINCE_1970
+        calendar = text_attribute(stored, "calendar", "standard")
+        return TimeAxis(*decode_dates(np.asarray(stored[:]), units, calendar, file.path, name))
+
+
+def _find_time(file: StoredArrays) -> str | None:
+    """The name of the array that holds the dates of the frames; None where there is none.
+
+    It has a usual name and a value for each frame, or else units like 'hours since 1970-01-01'. An array of another
+    shape is named where there is nothing better, so that it is refused.
+    """
+    frames = file.shape[:1]
+    named = find_names(file, TIME_NAMES)
+    for name in named:
+        if shape_of(file.arrays[name]) == frames:
+            return name
+    for name, array in file.arrays.items():
+        if shape_of(array) == frames and " since " in text_attribute(array, "units"):
+            return name
+    return named[0] if named else None
 
 
 def known_axis(axis: TimeAxis | None, path: object) -> TimeAxis:
@@ -140,32 +162,6 @@ def _assumed_axis(file: StoredArrays) -> TimeAxis | None:
 def _seconds_since_first(dates: np.ndarray) -> np.ndarray:
     since = dates - dates[0]
     return since.astype("timedelta64[s]").astype(np.int64)
-
-
-def _check_years(axis: TimeAxis, where: str) -> None:
-    """Raise UsageError, naming the frame, for a date that no data of weather has."""
-    years = axis.dates.astype("datetime64[Y]").astype(int) + 1970
-    strange = np.flatnonzero((years < FIRST_YEAR) | (years >= LAST_YEAR))
-    if len(strange):
-        frame = int(strange[0])
-        raise UsageError(
-            f"{where} is {show(axis.dates[frame])} at frame {frame}, outside the years {FIRST_YEAR} to {LAST_YEAR}: "
-            "are its units, or its text, as they are meant?"
-        )
-
-
-def _check_increasing(axis: TimeAxis, where: str) -> None:
-    """Raise UsageError, naming the frame and the dates, where a frame is not later than the one before."""
-    bad = np.flatnonzero(np.diff(axis.elapsed) <= 0)
-    if not len(bad):
-        return
-    frame = int(bad[0])
-    # Equal dates and dates that go back have different remedies.
-    date = show(axis.dates[frame])
-    following = show(axis.dates[frame + 1])
-    if date == following:
-        raise UsageError(f"{where} holds {date} twice, at frames {frame} and {frame + 1}: keep one of them")
-    raise UsageError(f"{where} goes back from {date} to {following} at frame {frame + 1}: sort the frames by time")
 
 
 def show(time: np.datetime64) -> str:

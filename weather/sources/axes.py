@@ -6,9 +6,9 @@ import numpy as np
 import xarray
 from xarray.conventions import decode_cf_variable
 
-from utils.errors import UsageError, first_line
+from utils.errors import UsageError
 from weather.fields.channels import ERA5
-from weather.fields.time_decoding import STANDARD_CALENDARS, decode_numbers
+from weather.fields.dates import STANDARD_CALENDARS, decode_dates
 
 # By our names: theirs in lower case, and the most values that a dimension may have.
 DIMENSIONS: dict[str, tuple[list[str], int]] = ERA5["dimensions"]
@@ -20,8 +20,6 @@ STANDARD_NAMES = {
 }
 UNSTRUCTURED = ("values", "cell", "ncells")  # dimensions of grids that are none of rows and columns
 HIGHEST_PRESSURE = 1100  # hPa; what is above is in Pa
-SECOND = np.timedelta64(1, "s")
-NONE = np.timedelta64(0, "s")
 
 Variables = Mapping[str, xarray.Variable]
 Axes = Mapping[str, str | None]  # {ours: the name of their dimension, or of a single value, or None}
@@ -112,13 +110,21 @@ def read_times(address: str, axes: Axes, variables: Variables) -> np.ndarray:
     """
     name = _name_of_dates(address, axes["time"], variables)
     where = f"{address}: its {name}"
-    dates = _decode_times(where, name, variables[name])
-    if np.isnat(dates).any():
-        first = np.argmax(np.isnat(dates))
-        raise UsageError(f"{where} holds no date at index {first}")
-    if (np.diff(dates) <= NONE).any():
-        disorder = _describe_disorder(dates, name)
-        raise UsageError(f"{address}: its times do not increase: {disorder}")
+    variable = variables[name]
+    calendar = str(variable.attrs.get("calendar", "standard"))
+    values = variable.values.reshape(-1)
+    if values.dtype.kind == "O" and len(values):  # dates that cftime decoded for somebody else
+        calendar = getattr(values[0], "calendar", calendar)
+    if calendar.lower() not in STANDARD_CALENDARS:
+        raise UsageError(
+            f"{where} has the calendar '{calendar}', and the standard one is needed, in which February has 29 days "
+            "in leap years: take data on the standard calendar, as ERA5 is published"
+        )
+    if values.dtype.kind in "iuf":
+        # A coordinate may be packed, and have a fill value.
+        values = decode_cf_variable(name, variable, decode_times=False).values.reshape(-1)
+    units = str(variable.attrs.get("units", ""))
+    dates, _ = decode_dates(values, units, calendar, address, name)
     return dates
 
 
@@ -139,79 +145,6 @@ def _name_of_dates(address: str, axis: str | None, variables: Variables) -> str:
         if hours and axis.lower() != "valid_time":
             raise UsageError(f"{address}: holds forecasts (step {hours}) and no valid_time for its {axis}")
     return axis
-
-
-def _decode_times(where: str, name: str, variable: xarray.Variable) -> np.ndarray:
-    """(T,) datetime64[s], rounded: 05:59:59.99 is 06:00."""
-    values = variable.values.reshape(-1)
-    calendar = _check_calendar(where, variable, values)
-    if values.dtype.kind != "M":
-        units = str(variable.attrs.get("units", ""))
-        if " since " not in units:
-            has = f"has the units '{units}'" if units else "has no units"
-            raise UsageError(
-                f"{where} is not in dates of the standard calendar: it {has}, "
-                "needed are such as 'hours since 1970-01-01'"
-            )
-        # A coordinate may be packed, and have a fill value.
-        unpacked = decode_cf_variable(name, variable, decode_times=False)
-        numbers = unpacked.values.reshape(-1)
-        try:
-            dates, _ = decode_numbers(numbers, units, calendar, where)
-        except UsageError:
-            raise
-        except Exception as error:  # of cftime and numpy, for dates that they do not have
-            cause = first_line(error)
-            raise UsageError(
-                f"{where} in '{units}' cannot be read as dates: {cause}; "
-                "write it in hours since 1900-01-01 (cdo setreftime)"
-            ) from error
-        return dates
-    # Dates from fractions of a day are noisy in their last digits.
-    milliseconds = values.astype("datetime64[ms]")
-    rounded = milliseconds + SECOND // 2
-    return rounded.astype("datetime64[s]")
-
-
-def _check_calendar(where: str, variable: xarray.Variable, values: np.ndarray) -> str:
-    """The calendar of dates, in lower case. Raises UsageError for one whose dates are not those of ERA5."""
-    calendar = variable.attrs.get("calendar", "standard")
-    if values.dtype.kind == "O" and len(values):  # dates that cftime decoded for somebody else
-        calendar = getattr(values[0], "calendar", calendar)
-    name = str(calendar).lower()
-    if name not in STANDARD_CALENDARS:
-        raise UsageError(
-            f"{where} has the calendar '{calendar}', and the standard one is needed, in which February has 29 days "
-            "in leap years: take data on the standard calendar, as ERA5 is published"
-        )
-    return name
-
-
-def _describe_disorder(dates: np.ndarray, name: str) -> str:
-    """Where dates repeat or go back, and what to do."""
-    # A date that comes twice is found wherever the second one is.
-    order = np.argsort(dates, kind="stable")
-    is_repeated = np.diff(dates[order]) == NONE
-    repeats = np.flatnonzero(is_repeated)
-    if len(repeats):
-        first = order[repeats[0]]
-        second = order[repeats[0] + 1]
-        date = minute(dates[first])
-        others = f" (and {len(repeats) - 1} others)" if len(repeats) > 1 else ""
-        return (
-            f"{date} comes twice, at indices {first} and {second}{others}: "
-            f"keep one of them (xarray: drop_duplicates('{name}'))"
-        )
-    goes_back = np.diff(dates) < NONE
-    index = int(np.argmax(goes_back))
-    date = minute(dates[index])
-    following = minute(dates[index + 1])
-    return f"{following} at index {index + 1} follows {date}: sort them (xarray: sortby('{name}'))"
-
-
-def minute(time: np.datetime64) -> str:
-    """A date as text, to the minute."""
-    return str(time.astype("datetime64[m]"))
 
 
 def read_numbers(address: str, name: str | None, variables: Variables) -> np.ndarray:

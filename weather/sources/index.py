@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from utils.errors import UsageError
-from weather.fields.names import describe
-from weather.sources.axes import minute
+from weather.fields.channels import describe
+from weather.fields.dates import minute
 from weather.sources.blocks import SIX_HOURS, BlockReader
 from weather.sources.store import Store, describe_stores
 
@@ -33,37 +33,6 @@ class Holders:
         first = np.searchsorted(self.times, times, "left")
         end = np.searchsorted(self.times, times, "right")
         return first, end - first
-
-
-@dataclass
-class Reading:
-    """Values of one quantity while they are read, first from some sources, then from others.
-
-    levels: L in hPa. values: (T, L, H, W) float32. sources: (T, L), the number of the source that was read first.
-    """
-
-    quantity: str
-    levels: Sequence[float | None]
-    values: np.ndarray
-    sources: np.ndarray
-
-    def put(
-        self,
-        rows: np.ndarray,
-        level: int,
-        values: np.ndarray,
-        source: int,
-    ) -> None:
-        """Take values (N, H, W) for instants `rows` (N,): all of them where nothing was read yet, else for NaN."""
-        # What was read before stays, unless it is NaN.
-        is_new = self.sources[rows, level] < 0
-        new = rows[is_new]
-        known = rows[~is_new]
-        self.values[new, level] = values[is_new]
-        self.sources[new, level] = source
-        if len(known):
-            before = self.values[known, level]
-            self.values[known, level] = np.where(np.isnan(before), values[~is_new], before)
 
 
 class Index:
@@ -215,36 +184,49 @@ class Index:
         columns = len(self.stores[0].longitude)
         values = np.empty((*first.shape, rows, columns), np.float32)
         sources = np.full(first.shape, -1)
-        reading = Reading(quantity, levels, values, sources)
         for attempt in range(counts.max()):
             wanted = counts > attempt
             if attempt > 0:
                 wanted &= np.isnan(values).any((-2, -1))
-            if not wanted.any():
-                break
-            self._read_entries(reading, first + attempt, wanted)
+            for number, frames in self._places(quantity, first + attempt, wanted).items():
+                self._fill(quantity, number, frames, values, sources)
         return values, sources
 
-    def _read_entries(self, reading: Reading, entries: np.ndarray, wanted: np.ndarray) -> None:
-        """Read what is wanted (T, L), of the Holders' entries (T, L)."""
-        # Source and frame of each value, (T, L); -1 where nothing is wanted.
-        numbers = np.full(entries.shape, -1)
-        frames = np.full(entries.shape, -1)
-        for i, level in enumerate(reading.levels):
-            holders = self.holders[reading.quantity, level]
-            here = entries[wanted[:, i], i]
-            numbers[wanted[:, i], i] = holders.stores[here]
-            frames[wanted[:, i], i] = holders.frames[here]
+    def _places(self, quantity: str, entries: np.ndarray, wanted: np.ndarray) -> dict[int, np.ndarray]:
+        """{source: its frames (T, L), -1 where nothing is wanted of it}, of the Holders' entries (T, L)."""
+        places: dict[int, np.ndarray] = {}
+        for i, level in enumerate(self.needed[quantity]):
+            holders = self.holders[quantity, level]
+            for row in np.flatnonzero(wanted[:, i]):
+                entry = entries[row, i]
+                of_source = places.setdefault(int(holders.stores[entry]), np.full(entries.shape, -1))
+                of_source[row, i] = holders.frames[entry]
+        return dict(sorted(places.items()))
 
-        # From each source all of its frames and levels at once.
-        for number in np.unique(numbers[wanted]).tolist():
-            chosen = numbers == number  # (T, L)
-            rows = np.flatnonzero(chosen.any(axis=1))
-            columns = np.flatnonzero(chosen.any(axis=0)).tolist()
-            # A store has one frame for an instant, whatever the level.
-            of_store = np.where(chosen, frames, -1)[rows].max(axis=1)
-            levels = [reading.levels[i] for i in columns]
-            read = self.blocks.read(number, reading.quantity, levels, of_store)
-            for k, i in enumerate(columns):
-                here = chosen[rows, i]
-                reading.put(rows[here], i, read[here, k], number)
+    def _fill(
+        self,
+        quantity: str,
+        number: int,
+        frames: np.ndarray,
+        values: np.ndarray,
+        sources: np.ndarray,
+    ) -> None:
+        """Read frames (T, L) of a source, all of its levels at once, into values where they are not known yet."""
+        chosen = frames >= 0
+        rows = np.flatnonzero(chosen.any(axis=1))
+        columns = np.flatnonzero(chosen.any(axis=0)).tolist()
+        # A store has one frame for an instant, whatever the level.
+        of_store = frames[rows].max(axis=1)
+        levels = [self.needed[quantity][i] for i in columns]
+        read = self.blocks.read(number, quantity, levels, of_store)
+        for k, i in enumerate(columns):
+            for place, row in enumerate(rows):
+                if not chosen[row, i]:
+                    continue
+                field = read[place, k]
+                if sources[row, i] < 0:
+                    values[row, i] = field
+                    sources[row, i] = number
+                else:  # what was read before stays, unless it is NaN
+                    before = values[row, i]
+                    values[row, i] = np.where(np.isnan(before), field, before)

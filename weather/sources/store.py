@@ -1,68 +1,113 @@
-"""One source of real data as we have it: dates, levels in hPa, rows from the north, columns from Greenwich eastward."""
+"""One source of data as frames: dates, levels, rows from the north, columns eastward, and the variables asked for."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import xarray
 
-from utils.errors import UsageError
-from weather.fields.channels import QUANTITIES
-from weather.fields.names import conversion, meaning_of, units_of
+from utils.errors import UsageError, nearest
+from weather.fields.channels import ERA5, QUANTITIES, conversion, units_of
+from weather.fields.dates import minute
+from weather.fields.grid import check_global, check_latitudes, order_longitudes
+from weather.fields.requests import ERA5_REQUESTS, Request, humidity_sources
 from weather.sources.attributes import check_packing, check_stated_range
-from weather.sources.axes import Axes, find_axes, level_units, minute, read_numbers, read_times
+from weather.sources.axes import Axes, find_axes, level_units, read_numbers, read_times
 from weather.sources.opening import open_source
 from weather.sources.source import Source, reading_quietly
-from weather.sources.variables import VERSIONS, Field, find_fields, read_field
+from weather.sources.variables import VERSIONS, Field, find_candidates, make_field, read_field
 
 SHOWN = 12  # names and levels in a message
-REGION = "; python -m weather.prepare_data makes data of a region"
 Part = tuple[Field, list[int]]  # a variable, and the indices of the levels that are wanted of it
 OF_VARIABLES = ("variable", "variables", "channel", "channels", "feature", "features", "param")  # as a dimension
+HORIZONTAL = ("latitude", "longitude")
+# Dimensions of forecasts, of which a frame can hold one alone.
+LEAD_TIMES = ("step", "lead_time", "leadtime", "prediction_timedelta", "forecast_period")
+MEMBERS = ("number", "member", "realization", "ensemble", "ens")
 
 
 class Store:
-    """One source on a global grid.
+    """One source on a regular grid of latitudes and longitudes.
 
-    address: of a Zarr store, a file, or a group in one. opened: what is there, if somebody opened it already.
-    Attributes: address; times (T,) datetime64[s]; levels, a list in hPa; latitude (H,) and longitude (W,) in degrees,
-    from the north and from Greenwich; fields, {quantity: its Fields, the best name first}.
-    Raises UsageError if it cannot be opened or has no such grid.
+    source: what was opened. requests: what is asked for, of this source or of others. is_era5: it must be as ERA5 is
+    published: on the whole globe, at pressure levels, with units of relative humidity. Attributes: address; times (T,)
+    datetime64[s]; levels, a list, in hPa where they are pressures; latitude (H,) from the north, longitude (W,)
+    eastward, in degrees; fields, {variable as it is asked for: its Fields, the best name first}.
+    Raises UsageError where it has no such grid.
     """
 
-    def __init__(self, address: str, opened: xarray.Dataset | Source | None = None):
-        self.address = address
-        self.source = _as_source(address, opened)
-        with reading_quietly(f"{address}: its coordinates"):
-            self._find_axes()
+    def __init__(self, source: Source, requests: Sequence[Request] = ERA5_REQUESTS, is_era5: bool = True):
+        self.source = source
+        self.address = source.address
+        # Humidity is looked for with what it may be derived from.
+        wanted = list(requests)
+        for request in requests:
+            if is_era5 and request.quantity == "r":
+                wanted += humidity_sources(request)
+        self.requests = {request.variable: request for request in wanted}
+        self.is_era5 = is_era5
+        with reading_quietly(f"{self.address}: its coordinates"):
+            self.axes = self._find_axes()
+            self.times = read_times(self.address, self.axes, source.variables)
+            self.levels = self._read_levels()
+            self._read_grid()
             self.fields = self._find_fields()
 
-    def find(self, quantity: str, level: float | None = None) -> Field | None:
-        """The variable that holds a quantity (at a level in hPa), None if there is none."""
-        for field in self.fields.get(quantity, []):
-            is_at_level = level in self.levels if field.has_levels else level == field.level
+    def find(self, variable: str, level: float | None = None) -> Field | None:
+        """The Field that was asked for under a name, at a level; None if there is none."""
+        for field in self.fields[variable]:
+            if field.has_levels:
+                is_at_level = level in self.levels
+            elif field.level is None:
+                # A name such as z500 says its level, and the file need not.
+                is_at_level = level is None or not self.requests[variable].is_level_stated
+            else:
+                # The level of a file of one level need not be asked for.
+                is_at_level = level == field.level or (level is None and self.levels == [field.level])
             if is_at_level:
                 return field
         return None
 
-    def holds(self, quantity: str, level: float | None = None) -> bool:
-        """Tell whether it holds a quantity (at a level in hPa). Raises UsageError for other units or dimensions."""
-        field = self.find(quantity, level)
+    def holds(self, variable: str, level: float | None = None) -> bool:
+        """Tell whether it holds a variable at a level. Raises UsageError for other units or dimensions."""
+        field = self.find(variable, level)
         if field is None:
             return False
-        self._conversion(quantity, field)
+        self._conversion(variable, field)
         # Dimensions of one value, such as the number of a member, say nothing.
-        known = {*self.axes.values(), VERSIONS}
-        others = {}
-        for name, size in field.variable.sizes.items():
-            if name not in known and size > 1:
-                others[name] = size
+        others = self._other_dimensions([field.variable], self.axes)
         if others:
             raise UsageError(f"{self.address}: {field.name} has also the dimensions {others}: select one of each")
         return True
 
-    def check(self, quantity: str, level: float | None, frames: np.ndarray) -> None:
+    def explain(self, request: Request) -> str:
+        """Why a request is not met here: the end of a message."""
+        name = request.variable
+        # The variable itself is not there, or only its level is not.
+        if not self.fields[name]:
+            for candidate in find_candidates(self.source.variables, request):
+                dimensions = ", ".join(map(str, self.source.variables[candidate].dims))
+                lacks = ", ".join(self._lacking(candidate))
+                return f"{candidate} [{dimensions}] has no dimension {lacks}: leave it out"
+            others = _names_of_fields(self.source)
+            return f"has no variable '{name}'{nearest(name, others)}; it holds {', '.join(others) or 'no fields'}"
+        field = self.fields[name][0]
+        listed = ", ".join(f"{level:g}" for level in self.levels)
+        if not field.has_levels:
+            at = "no levels" if field.level is None else f"the level {field.level:g} alone"
+            return f"{field.name} has {at}: ask for '{name}' without ':{request.level:g}', or for another file's"
+        if request.level is None:
+            return f"{field.name} has the levels {listed}: ask for some of them, '{name}:{self.levels[0]:g}'"
+        return f"{field.name} has no level {request.level:g}: it has {listed}"
+
+    def units(self, variable: str) -> str:
+        """The units that a variable states, "" where it states none, or where the source has none such."""
+        fields = self.fields[variable]
+        stated = str(fields[0].variable.attrs.get("units", "")) if fields else ""
+        return stated.strip()
+
+    def check(self, variable: str, level: float | None, frames: np.ndarray) -> None:
         """Raises UsageError for parts that were never written, or cannot be decompressed, at indices of times."""
-        [(field, indices)] = self._parts(quantity, [level])
+        [(field, indices)] = self._parts(variable, [level])
         selection = {}
         time_axis = self.axes["time"]
         level_axis = self.axes["level"]
@@ -73,9 +118,9 @@ class Store:
         with reading_quietly(f"{self.address}: {field.name}"):
             self.source.check(field.name, selection)
 
-    def chunk_frames(self, quantity: str, level: float | None) -> int:
-        """Number of frames that a chunk of the variable holds: all are decoded with any of them."""
-        field = self.find(quantity, level)
+    def chunk_frames(self, variable: str, level: float | None) -> int:
+        """Number of frames that a chunk of a variable holds: all are decoded with any of them."""
+        field = self.find(variable, level)
         if field is None:
             return 1
         chunks = field.variable.encoding.get("preferred_chunks", {})
@@ -84,14 +129,14 @@ class Store:
 
     def read(
         self,
-        quantity: str,
+        variable: str,
         levels: Sequence[float | None],
         frames: np.ndarray,
     ) -> np.ndarray:
-        """(T, L, H, W) float32 in ERA5's units, at levels ([None]: surface) and indices of times. Raises UsageError."""
+        """(T, L, H, W) float32 in our units, at levels ([None]: none) and indices of times. Raises UsageError."""
         read = []
-        for field, indices in self._parts(quantity, levels):
-            factor, offset = self._conversion(quantity, field)
+        for field, indices in self._parts(variable, levels):
+            factor, offset = self._conversion(variable, field)
             # A number that float32 cannot hold becomes infinite, which is found among the values later.
             with reading_quietly(f"{self.address}: {field.name}"), np.errstate(over="ignore"):
                 check_packing(field.variable, self.address, field.name)
@@ -101,12 +146,12 @@ class Store:
                 if (factor, offset) != (1, 0):
                     values = values * float(factor) + offset
                 read.append(values.astype(np.float32, copy=False))
-        # (T, L, H, W), then turned: rows from the north, columns from Greenwich.
+        # (T, L, H, W), then turned: rows from the north, columns eastward.
         together = read[0] if len(read) == 1 else np.concatenate(read, axis=1)
         return self.turn(together)
 
     def turn(self, values: np.ndarray | xarray.Variable) -> np.ndarray:
-        """Values (..., H, W) as they are stored, with rows from the north and columns from Greenwich."""
+        """Values (..., H, W) as they are stored, with rows from the north and columns eastward without a jump."""
         turned = np.asarray(values)
         if self.is_south_first:
             turned = turned[..., ::-1, :]
@@ -116,36 +161,28 @@ class Store:
 
     # ---- how it is stored
 
-    def _find_axes(self) -> None:
-        """Find dates, levels, rows and columns."""
-        self.axes = self._locate_axes()
-        self.times = read_times(self.address, self.axes, self.source.variables)
-        self.levels = self._read_levels()
-        self._read_grid()
-
-    def _locate_axes(self) -> Axes:
+    def _find_axes(self) -> Axes:
         """The names of the dimensions of time, level, latitude and longitude."""
         variables = self.source.variables
-        named = [variable for name, variable in variables.items() if meaning_of(name)]
+        found = {}
+        for request in self.requests.values():
+            for name in find_candidates(variables, request):
+                found[name] = variables[name]
         # The root of a store of groups has no fields, and often no dimensions.
-        if not named:
+        if not found:
             self._check_groups()
-        return find_axes(self.address, variables, named)
-
-    def _find_fields(self) -> dict[str, list[Field]]:
-        """{quantity: its Fields, the best name first}."""
-        return find_fields(self.source.variables, self.axes, self.levels)
-
-    def _read_grid(self) -> None:
-        """Find rows and columns, as they are promised."""
-        variables = self.source.variables
-        latitude = read_numbers(self.address, self.axes["latitude"], variables)
-        self.is_south_first = bool(latitude[0] < latitude[-1])
-        self.latitude = latitude[::-1] if self.is_south_first else latitude
-        longitude = read_numbers(self.address, self.axes["longitude"], variables) % 360
-        self.first_column = int(np.argmin(longitude))  # Greenwich, or the first column east of it
-        self.longitude = np.roll(longitude, -self.first_column)
-        self._check_grid()
+            if not self.is_era5:
+                held = _names_of_fields(self.source)
+                asked = ", ".join(self.requests)
+                hint = "".join(nearest(name, held) for name in self.requests)
+                raise UsageError(
+                    f"{self.address}: holds none of {asked}{hint}; it has {', '.join(held) or 'no fields'}"
+                )
+        self._check_one_grid(found)
+        axes = dict(find_axes(self.address, variables, list(found.values())))
+        if axes["level"] is None and not self.is_era5:
+            axes["level"] = self._find_other_levels(list(found.values()), axes)
+        return axes
 
     def _check_groups(self) -> None:
         """Raise UsageError, naming them, if what is looked for may be in groups of the source."""
@@ -155,23 +192,109 @@ class Store:
             give = " ".join(groups[:SHOWN])
             raise UsageError(f"{self.address}: has the groups {_listed(names)}: give those in its place: {give}")
 
+    def _check_one_grid(self, found: dict[str, xarray.Variable]) -> None:
+        """Raise UsageError where two variables have different rows or columns."""
+        # Variables on other rows or columns would be mixed up point by point.
+        grids: dict[tuple[str, ...], str] = {}
+        for name, variable in found.items():
+            known = []
+            for axis in HORIZONTAL:
+                names, _ = ERA5["dimensions"][axis]
+                known += [str(dim) for dim in variable.dims if str(dim).lower() in names]
+            if known:
+                grids.setdefault(tuple(sorted(known)), name)
+        if len(grids) > 1:
+            # The reader sees which variables to bring together.
+            listed = " and ".join(f"{name} on [{', '.join(dims)}]" for dims, name in grids.items())
+            raise UsageError(f"{self.address}: has two grids, {listed}: bring them onto one (cdo remapbil)")
+
+    def _other_dimensions(self, found: Sequence[xarray.Variable], axes: Axes) -> dict[str, int]:
+        """{name: size} of the dimensions of variables that are no axis and longer than 1."""
+        known = {*axes.values(), VERSIONS}
+        others = {}
+        for variable in found:
+            for name, size in variable.sizes.items():
+                if name not in known and size > 1:
+                    others[str(name)] = size
+        return others
+
+    def _find_other_levels(self, found: Sequence[xarray.Variable], axes: Axes) -> str | None:
+        """A dimension of levels that are no pressures, such as a depth: the only other one, with a coordinate."""
+        others = self._other_dimensions(found, axes)
+        if len(others) != 1:
+            return None
+        (name,) = others
+        if name not in self.source.variables:
+            return None
+        # Frames are states, one for each date.
+        is_duration = self.source.variables[name].dtype.kind == "m"
+        one = f"and a frame is one state: choose one of them first (xarray: ds.isel({name}=0))"
+        if is_duration or name.lower() in LEAD_TIMES:
+            raise UsageError(
+                f"{self.address}: its dimension '{name}' has lead times of a forecast, {one}, dated time + {name}"
+            )
+        if name.lower() in MEMBERS:
+            raise UsageError(f"{self.address}: its dimension '{name}' has members of an ensemble, {one}")
+        return name
+
     def _read_levels(self) -> list[float]:
-        """Pressure levels in hPa, in the order of the source; empty if it has none."""
+        """The levels in the order of the source, pressures in hPa; empty if it has none."""
         name = self.axes["level"]
         if name is None:
             return []
         values = read_numbers(self.address, name, self.source.variables)
+        stated = units_of(self.source.variables[name].attrs)
+        # A depth in metres stays as it is.
+        names, _ = ERA5["dimensions"]["level"]
+        pressures = {spelling.lower() for spelling in ERA5["units"]["hPa"]}
+        is_pressure = stated.lower() in pressures if stated else name.lower() in names
+        if not is_pressure and not self.is_era5:
+            return values.tolist()
         # Levels are compared as numbers, so 85000 Pa must become 850 exactly.
-        stated = units_of(self.source.variables[name])
         units = level_units(name, stated, values)
         factor, _ = conversion(f"{self.address}: its pressure levels have", units, "hPa")
         return [round(factor * level, 5) for level in values.tolist()]
 
-    def _parts(self, quantity: str, levels: Sequence[float | None]) -> list[Part]:
+    def _read_grid(self) -> None:
+        """Find rows and columns, as they are promised."""
+        variables = self.source.variables
+        rows = self.axes["latitude"]
+        columns = self.axes["longitude"]
+        latitude = read_numbers(self.address, rows, variables)
+        longitude = read_numbers(self.address, columns, variables)
+        assert rows is not None
+        if self.is_era5:
+            check_global(latitude, longitude, self.address)
+        check_latitudes(latitude, units_of(variables[rows].attrs), f"{self.address}: its {rows}")
+        # Columns are turned so that they run eastward without a jump.
+        self.first_column, self.longitude = order_longitudes(longitude, f"{self.address}: its {columns}")
+        self.is_south_first = bool(latitude[0] < latitude[-1])
+        self.latitude = latitude[::-1] if self.is_south_first else latitude
+
+    def _find_fields(self) -> dict[str, list[Field]]:
+        """{variable as it is asked for: its Fields, the best name first}."""
+        variables = self.source.variables
+        fields = {}
+        for asked, request in self.requests.items():
+            names = find_candidates(variables, request)
+            whole = [name for name in names if not self._lacking(name)]
+            fields[asked] = [make_field(name, variables[name], self.axes["level"], self.levels) for name in whole]
+        return fields
+
+    def _lacking(self, name: str) -> list[str]:
+        """The dimensions of a field that a variable lacks: orography and masks have no dates."""
+        needed = [self.axes[axis] for axis in HORIZONTAL]
+        # A file of one instant may have no dimension for it.
+        if len(self.times) > 1:
+            needed.append(self.axes["time"])
+        dimensions = self.source.variables[name].dims
+        return [str(axis) for axis in needed if axis not in dimensions]
+
+    def _parts(self, variable: str, levels: Sequence[float | None]) -> list[Part]:
         """What is read for levels, in their order; of a variable without levels, no indices."""
         parts: list[Part] = []
         for level in levels:
-            field = self.find(quantity, level)
+            field = self.find(variable, level)
             assert field is not None  # callers ask only for what the store holds
             indices = []
             if field.has_levels and level is not None:
@@ -184,43 +307,54 @@ class Store:
                 parts.append((field, indices))
         return parts
 
-    def _conversion(self, quantity: str, field: Field) -> tuple[float, float]:
-        """(factor, offset) from a variable's units to ERA5's. Raises UsageError for unknown units.
+    def _conversion(self, variable: str, field: Field) -> tuple[float, float]:
+        """(factor, offset) from a field's units to ours. Raises UsageError for unknown units.
 
-        A variable without units is taken to be in ERA5's (regridded WeatherBench2 stores give none), except relative
-        humidity, which may be a fraction or a percentage.
+        A variable without units is taken to be in ours (regridded WeatherBench2 stores give none), except relative
+        humidity of ERA5, which may be a fraction or a percentage. Nothing is known of the units of unknown variables.
         """
-        if not field.units and quantity != "r":
+        quantity = self.requests[variable].quantity
+        may_be_fraction = self.is_era5 and quantity == "r"
+        if not quantity or not (field.units or may_be_fraction):
             return 1, 0
-        return conversion(f"{self.address}: {field.name} has", field.units, QUANTITIES[quantity].units)
-
-    def _check_grid(self) -> None:
-        longitude = self.longitude
-        width = len(longitude)
-        # Equal steps once around the globe; the first column is less than a step east of Greenwich.
-        even = longitude[0] + 360 / width * np.arange(width)
-        is_whole_circle = np.allclose(longitude, even, atol=1e-3) and longitude[0] < 360 / width
-        if width < 2 or not is_whole_circle:
-            raise UsageError(
-                f"{self.address}: its {width} longitudes do not go once around the globe in equal steps{REGION}"
-            )
-        # Some grids leave the poles out, by at most a step.
-        steps = -np.diff(self.latitude)
-        is_falling = len(steps) > 0 and steps.min() > 0  # nor is it, where one is NaN
-        is_from_pole_to_pole = is_falling and np.ptp(self.latitude) + 2 * steps.max() >= 180
-        if not is_from_pole_to_pole or abs(self.latitude).max() > 90:
-            raise UsageError(f"{self.address}: its {len(self.latitude)} latitudes do not go from pole to pole{REGION}")
+        try:
+            return conversion(f"{self.address}: {field.name} has", field.units, QUANTITIES[quantity].units)
+        except UsageError as error:
+            if self.is_era5:
+                raise
+            # Units that do not fit are another quantity, or a slip; both are told.
+            other = f"if it is something else, give it a name: --variables NAME={field.name}"
+            raise UsageError(f"{error}: convert it, or, {other}") from None
 
 
-def open_stores(address: str) -> list[Store]:
-    """The stores at an address: one, or one for each known variable of a GRIB file. Raises UsageError."""
+def open_stores(address: str, requests: Sequence[Request] = ERA5_REQUESTS, is_era5: bool = True) -> list[Store]:
+    """The stores at an address: one, or one for each variable of a GRIB file. Other arguments as of Store.
+
+    Raises UsageError.
+    """
     sources = open_source(address)
     # A GRIB file may hold more than what is needed, on other grids.
-    known = []
+    wanted = []
     for source in sources:
-        if any(meaning_of(name) for name in source.variables):
-            known.append(source)
-    return [Store(address, source) for source in known or sources[:1]]
+        if any(find_candidates(source.variables, request) for request in requests):
+            wanted.append(source)
+    return [Store(source, requests, is_era5) for source in wanted or sources[:1]]
+
+
+def check_same_grid(stores: Sequence[Store]) -> None:
+    """Raise UsageError where two sources have different rows or columns."""
+    first = stores[0]
+    for store in stores[1:]:
+        for axis in HORIZONTAL:
+            # Coordinates in float32 and in float64 differ in their last digits.
+            ours = getattr(first, axis)
+            theirs = getattr(store, axis)
+            is_same = len(ours) == len(theirs) and np.allclose(ours, theirs, rtol=0, atol=1e-3)
+            if not is_same:
+                raise UsageError(
+                    f"{store.address}: has {len(theirs)} {axis}s, {theirs[0]:g} to {theirs[-1]:g}, {first.address} "
+                    f"{len(ours)}, {ours[0]:g} to {ours[-1]:g}: bring them onto one grid (cdo remapbil)"
+                )
 
 
 def describe_stores(stores: Sequence[Store]) -> str:
@@ -229,10 +363,9 @@ def describe_stores(stores: Sequence[Store]) -> str:
     dimensions: list[str] = []
     levels: list[str] = []
     for store in stores:
-        for name, variable in store.source.variables.items():
-            if variable.ndim >= 2:
-                names.append(name)
-                dimensions.extend(str(one) for one in variable.dims)
+        for name in _names_of_fields(store.source):
+            names.append(name)
+            dimensions.extend(str(one) for one in store.source.variables[name].dims)
         levels.extend(f"{level:g}" for level in store.levels)
     listed = _listed(names) or "no fields"
     axes = _listed(list(dict.fromkeys(dimensions)))
@@ -248,15 +381,8 @@ def describe_stores(stores: Sequence[Store]) -> str:
     return held + remedy
 
 
-def _as_source(address: str, opened: xarray.Dataset | Source | None) -> Source:
-    if isinstance(opened, Source):
-        return opened
-    if opened is not None:
-        return Source(address, {str(name): variable for name, variable in opened.variables.items()})
-    sources = open_source(address)
-    if len(sources) > 1:
-        raise UsageError(f"{address}: is GRIB, which opens as a store for each variable: use open_stores")
-    return sources[0]
+def _names_of_fields(source: Source) -> list[str]:
+    return [name for name, variable in source.variables.items() if variable.ndim >= 2]
 
 
 def _listed(texts: Sequence[str]) -> str:

@@ -8,8 +8,8 @@ import numpy as np
 import xarray
 from xarray.conventions import decode_cf_variable
 
-from weather.fields.channels import ON_LEVELS
-from weather.fields.names import Meaning, meaning_of, units_of
+from weather.fields.channels import ON_LEVELS, meaning_of, units_of
+from weather.fields.requests import Request
 from weather.sources.axes import Axes, Variables
 
 # A dimension of Copernicus' files: 1 is ERA5, 5 its preliminary version, and each has NaN where the other has values.
@@ -31,52 +31,41 @@ class Field:
     level: float | None = None
 
 
-def find_fields(
-    variables: Variables,
-    axes: Axes,
-    levels: list[float],
-) -> dict[str, list[Field]]:
-    """{quantity: its Fields, the best name first}, of the variables with the dimensions of a field.
+def find_candidates(variables: Variables, request: Request) -> list[str]:
+    """The names in a file that may be meant by a request, the best first.
 
-    axes: as find_axes gives them. levels: of the source, in hPa.
+    First comes the name as it was asked for, in any capitals, then other names of the same quantity, such as
+    2m_temperature for t2m, unless the user said that the variable has this name alone.
     """
-    dimensions: set[Any] = set()
-    for variable in variables.values():
-        dimensions.update(variable.dims)
-    # If the source holds one instant, its fields may have no dimension for it.
-    needed = dimensions & {axes["latitude"], axes["longitude"], axes["time"]}
-
-    found: list[tuple[Meaning, Field]] = []
-    for name, variable in variables.items():
+    asked = request.variable
+    found = [name for name in variables if name.lower() == asked.lower()]
+    found.sort(key=asked.__ne__)
+    if request.is_renamed or not request.quantity:
+        return found
+    others: dict[str, int] = {}
+    for name in variables:
         meaning = meaning_of(name)
-        is_field = needed <= set(variable.dims)  # orography is none
-        if meaning is not None and is_field:
-            field = _as_field(name, variable, meaning, axes["level"], levels)
-            found.append((meaning, field))
-    found.sort(key=lambda pair: pair[0].rank)
-
-    fields: dict[str, list[Field]] = {}
-    for meaning, field in found:
-        of_quantity = fields.setdefault(meaning.quantity, [])
-        of_quantity.append(field)
-    return fields
+        if meaning is not None and meaning.quantity == request.quantity and name not in found:
+            others[name] = meaning.rank
+    return found + sorted(others, key=others.__getitem__)
 
 
-def _as_field(
-    name: str,
-    variable: xarray.Variable,
-    meaning: Meaning,
-    level_axis: str | None,
-    levels: list[float],
-) -> Field:
-    units = units_of(variable) or meaning.units
-    lies_on_levels = meaning.quantity in ON_LEVELS and meaning.level is None
+def make_field(name: str, variable: xarray.Variable, level_axis: str | None, levels: list[float]) -> Field:
+    """The Field of a variable. levels: of the source, along its level_axis or the only one, as a single value."""
+    meaning = meaning_of(name)
+    units = units_of(variable.attrs)
+    level: float | None = None
+    # What is not known may lie on levels.
+    lies_on_levels = True
+    if meaning is not None:
+        units = units or meaning.units
+        level = meaning.level
+        lies_on_levels = meaning.quantity in ON_LEVELS and level is None
     # A variable at the surface may have a dimension of one level.
     if level_axis in variable.dims:
         several = variable.sizes[level_axis] > 1
         if lies_on_levels or several:
             return Field(name, variable, units, has_levels=True)
-    level: float | None = meaning.level
     if lies_on_levels and len(levels) == 1:
         level = levels[0]  # a file of one level may have it as a single value
     return Field(name, variable, units, has_levels=False, level=level)

@@ -13,8 +13,8 @@ import numpy as np
 from utils.errors import UsageError, first_line, reading
 from weather.fields.channels import CHANNELS
 from weather.fields.grid import HOUR, years_of
-from weather.sources.era5 import Era5
-from weather.sources.store import Store
+from weather.sources.data import Era5
+from weather.sources.store import Store, open_stores
 from weather.sources.zarr_source import open_zarr_source
 from weather.years.held_arrays import Frames, HeldArray, LazyArray
 from weather.years.year_data import YearFile
@@ -114,9 +114,9 @@ def _constant_fields(store: Store) -> dict[str, Any]:
 def open_source(address: str, store: Any = None) -> SourceReader:
     """Open a store with ERA5's variables. store: as zarr reads it, where it is elsewhere. Raises UsageError."""
     if store is None:
-        return SourceReader(Store(address))
+        return SourceReader(open_stores(address)[0])
     try:
         source = open_zarr_source(address, store)
     except ValueError as error:
         raise UsageError(f"{address}: cannot be opened as Zarr: {first_line(error)}") from error
-    return SourceReader(Store(address, source))
+    return SourceReader(Store(source))

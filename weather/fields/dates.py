@@ -1,23 +1,24 @@
-"""Dates of frames from the `time` of a year: numbers since a date in a calendar of CF, text, or digits.
+"""Dates of frames: numbers since a date in a calendar of CF, text, or digits.
 
 Numbers in single precision miss their date by seconds or minutes: dates are rounded to the hour, or to the minute,
 where all of them are that near.
 """
 
+import importlib.util
 import re
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from utils.errors import UsageError
-from weather.fields.packing import check_unpacked
-from weather.fields.stored_arrays import StoredArrays, find_names, get_array, shape_of, text_attribute
+from utils.errors import UsageError, first_line
 
-TIME_NAMES = ("time", "valid_time", "timestamp", "datetime", "date", "dates", "times")
-SINCE_1970 = "seconds since 1970-01-01"  # of a `timestamp`, which makani's files write without units too
-SECONDS_TO_3000 = 3.3e10  # from 1970
 STANDARD_CALENDARS = ("standard", "gregorian", "proleptic_gregorian")
 LEAPLESS_CALENDARS = ("noleap", "365_day")  # each of their dates is one of the standard calendar too
+SINCE_1970 = "seconds since 1970-01-01"  # of a `timestamp`, which makani's files write without units too
+SECONDS_TO_3000 = 3.3e10  # from 1970
+# The years of weather: units that are not meant give others.
+FIRST_YEAR = 1500
+LAST_YEAR = 3000
 TOLERANCE = 0.01  # of a step: dates in floating point are rounded
 # Of a step: rounding moves no date by more, however coarse its numbers are.
 MOST_ROUNDING = 0.1
@@ -25,55 +26,39 @@ MOST_ROUNDING = 0.1
 FILL_VALUE = 1e30
 # Text of digits: 1979, or 197901010600 for 6 o'clock.
 DIGITS = re.compile(r"(\d{4})(\d\d)(\d\d)?(\d\d)?(\d\d)?(\d\d)?")
-NANOSECONDS = re.compile(r"(nanoseconds?|nanosecs?|ns)(?=\s+since\s)", re.IGNORECASE)  # of pandas, not of cftime
+NANOSECONDS = re.compile(r"(nanoseconds?|nanosecs?|ns)(?=\s+since\s)", re.IGNORECASE)  # of pandas, not of CF
 ROUNDED_TO: tuple[Literal["h", "m"], ...] = ("h", "m")
+SECOND = np.timedelta64(1, "s")
 
 
-def find_time(file: StoredArrays) -> str | None:
-    """The name of the array that holds the dates of the frames; None where there is none.
-
-    It has a usual name and a value for each frame, or else units like 'hours since 1970-01-01'. An array of another
-    shape is named where there is nothing better, so that it is refused.
-    """
-    frames = file.shape[:1]
-    named = find_names(file, TIME_NAMES)
-    for name in named:
-        if shape_of(file.arrays[name]) == frames:
-            return name
-    for name, array in file.arrays.items():
-        if shape_of(array) == frames and " since " in text_attribute(array, "units"):
-            return name
-    return named[0] if named else None
-
-
-def decode_time(
-    file: StoredArrays,
+def decode_dates(
+    values: np.ndarray,
+    units: str,
+    calendar: str,
+    address: object,
     name: str,
-    where: str,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(dates, elapsed) of an array of dates, of text, or of numbers with units.
+    """(dates, elapsed) of dates, text, or numbers (T,) in units such as 'hours since 1970-01-01'.
 
-    dates: (T,) datetime64[s] in UTC. elapsed: (T,) seconds since the first frame in the array's calendar, int64.
-    Raises UsageError where the array is none of these. where: file and array, as the start of messages.
+    dates: (T,) datetime64[s] in UTC, increasing. elapsed: (T,) seconds since the first frame, counted in the calendar,
+    int64. calendar: of CF. address, name: of the file and the array, for messages.
+    Raises UsageError, naming the frame, where these are no increasing dates of weather.
     """
-    stored = get_array(file, name)
-    frames = file.shape[0]
-    if stored.shape != (frames,):
-        raise UsageError(f"{where} has shape {stored.shape}, the fields have {frames} frames")
-    check_unpacked(stored, where)
-    values = np.asarray(stored[:])
+    where = f"{address}: its {name}"
+    if values.dtype.kind == "O" and len(values) and hasattr(values[0], "isoformat"):  # cftime decoded them
+        values = _exact_dates(values)
     if values.dtype.kind in "SOU":
         values = _parse_texts(values.astype(str))
     if values.dtype.kind == "M":
         exact = values.astype("datetime64[us]")
-        missing = np.flatnonzero(np.isnat(exact))
-        if len(missing):
-            raise UsageError(f"{where} holds no date at frame {missing[0]}")
-        return _round_dates(exact, _elapsed(exact), 0.0)
-
-    units = _read_units(stored, name, where)
-    calendar = text_attribute(stored, "calendar", "standard").lower()
-    return decode_numbers(values, units, calendar, where)
+        _check_dates(exact, where)
+        dates, elapsed = _round_dates(exact, (exact - exact[0]) / SECOND, 0.0)
+    else:
+        _check_units(units, where)
+        dates, elapsed = decode_numbers(values, units, calendar.lower(), where)
+    _check_dates(dates, where)
+    _check_increasing(dates, where, name)
+    return dates, elapsed
 
 
 def decode_numbers(
@@ -82,10 +67,9 @@ def decode_numbers(
     calendar: str,
     where: str,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(dates, elapsed), as decode_time, of numbers (T,) in units such as 'hours since 1900-01-01'.
+    """(dates, elapsed), as decode_dates, of numbers (T,) in units such as 'hours since 1900-01-01'.
 
-    calendar: in lower case, of CF. Raises UsageError for numbers that are no times, and errors of cftime for dates that
-    it does not have.
+    calendar: in lower case. Raises UsageError for numbers that are no times.
     """
     _check_written(values, where)
     if units == SINCE_1970 and np.abs(values).max() > SECONDS_TO_3000:
@@ -103,17 +87,13 @@ def decode_numbers(
     return _round_dates(exact, elapsed, precision)
 
 
-def _read_units(stored: Any, name: str, where: str) -> str:
-    """The units of numbers, such as 'hours since 1970-01-01'. Raises UsageError where they have none of this kind."""
-    units = text_attribute(stored, "units")
-    if not units and name.lower() == "timestamp":
-        return SINCE_1970
+def _check_units(units: str, where: str) -> None:
+    """Raise UsageError for units of numbers that are no 'hours since 1970-01-01' or the like."""
     example = "such as 'hours since 1970-01-01'"
     if not units:
         raise UsageError(f"{where} has no units: give it the attribute units, {example}")
     if " since " not in units.lower():
         raise UsageError(f"{where} has the units '{units}': write numbers with units {example}, or the dates as text")
-    return units
 
 
 def _parse_texts(texts: np.ndarray) -> np.ndarray:
@@ -164,10 +144,11 @@ def _dates_of_numbers(
             f"{where} has the calendar '{calendar}', whose dates are not all days of the standard one: convert it "
             "(xarray: ds.convert_calendar('standard', align_on='year'))"
         )
-    of_a_unit = np.array([values[0], values[0] + 1])
-    first, one_later = _dates_by_cf(of_a_unit, units, calendar, where)
+    if has_leapless_calendar and importlib.util.find_spec("cftime") is None:
+        raise UsageError(f"{where} has the calendar '{calendar}', for which cftime is needed: pip install cftime")
+    first, one_later = _dates_by_cf(np.array([values[0], values[0] + 1]), units, calendar, where)
     # From the first date on seconds are counted, which loses no precision far from the origin of the units.
-    unit = (one_later - first) / np.timedelta64(1, "s")
+    unit = (one_later - first) / SECOND
     elapsed = (values - values[0]) * unit
     if has_leapless_calendar:
         dates = _dates_by_cf(values, units, calendar, where)
@@ -177,41 +158,25 @@ def _dates_of_numbers(
     return dates, elapsed, unit
 
 
-def _dates_by_cf(
-    numbers: np.ndarray,
-    units: str,
-    calendar: str,
-    where: str,
-) -> np.ndarray:
-    """The dates, (T,) datetime64[us], of numbers (T,) in units of the CF conventions.
-
-    cftime knows all calendars; without it xarray reads dates of the standard one. Raises ValueError for units that are
-    none.
-    """
-    try:
-        import cftime  # data without a time need none
-    except ImportError:
-        if calendar in LEAPLESS_CALENDARS:
-            raise UsageError(
-                f"{where} has the calendar '{calendar}', for which cftime is needed: pip install cftime"
-            ) from None
-        return _standard_dates(numbers, units)
-    dates = cftime.num2date(numbers, units, calendar)
-    return np.array([np.datetime64(date.isoformat(), "us") for date in dates])
-
-
-def _standard_dates(numbers: np.ndarray, units: str) -> np.ndarray:
-    """As _dates_by_cf, by xarray."""
+def _dates_by_cf(numbers: np.ndarray, units: str, calendar: str, where: str) -> np.ndarray:
+    """The dates, (T,) datetime64[us], of numbers (T,) in units of the CF conventions. Raises UsageError."""
     import xarray  # slow to import
 
-    attributes = {"units": units, "calendar": "proleptic_gregorian"}
-    encoded = xarray.Dataset({"time": ("time", numbers, attributes)})
-    return xarray.decode_cf(encoded)["time"].values.astype("datetime64[us]")
+    encoded = xarray.Dataset({"time": ("time", numbers, {"units": units, "calendar": calendar})})
+    try:
+        dates = xarray.decode_cf(encoded)["time"].values
+    except Exception as error:  # of xarray, cftime and pandas, for dates that they do not have
+        cause = first_line(error)
+        raise UsageError(
+            f"{where} in '{units}' cannot be read as dates: {cause}; write it in hours since 1900-01-01 "
+            "(cdo setreftime)"
+        ) from error
+    return dates.astype("datetime64[us]") if dates.dtype.kind == "M" else _exact_dates(dates)
 
 
-def _elapsed(dates: np.ndarray) -> np.ndarray:
-    """Seconds since the first of the dates, (T,) float64."""
-    return (dates - dates[0]) / np.timedelta64(1, "s")
+def _exact_dates(dates: np.ndarray) -> np.ndarray:
+    """Dates (T,) of cftime as datetime64[us]."""
+    return np.array([np.datetime64(date.isoformat(), "us") for date in dates])
 
 
 def _round_dates(
@@ -237,7 +202,7 @@ def _round_dates(
         if (np.abs(rounded - exact) <= tolerance).all():
             dates = rounded
             break
-    moved = (dates - exact) / np.timedelta64(1, "s")
+    moved = (dates - exact) / SECOND
     elapsed_then = np.round(elapsed + moved - moved[0])
     return dates, elapsed_then.astype(np.int64)
 
@@ -249,3 +214,46 @@ def _nearest(
     """Each date at the nearest hour, minute or second, as datetime64[s]."""
     half = np.timedelta64(1, unit).astype("timedelta64[us]") // 2
     return (dates + half).astype(f"datetime64[{unit}]").astype("datetime64[s]")
+
+
+def _check_dates(dates: np.ndarray, where: str) -> None:
+    """Raise UsageError, naming the frame, for a date that is none, or that no data of weather has."""
+    missing = np.flatnonzero(np.isnat(dates))
+    if len(missing):
+        raise UsageError(f"{where} holds no date at frame {missing[0]}")
+    years = dates.astype("datetime64[Y]").astype(int) + 1970
+    strange = np.flatnonzero((years < FIRST_YEAR) | (years >= LAST_YEAR))
+    if len(strange):
+        frame = int(strange[0])
+        raise UsageError(
+            f"{where} is {minute(dates[frame])} at frame {frame}, outside the years {FIRST_YEAR} to {LAST_YEAR}: "
+            "are its units, or its text, as they are meant?"
+        )
+
+
+def _check_increasing(dates: np.ndarray, where: str, name: str) -> None:
+    """Raise UsageError, saying what to do, where dates repeat or go back."""
+    steps = np.diff(dates)
+    if (steps > 0 * SECOND).all():
+        return
+    # A date that comes twice is found wherever the second one is.
+    order = np.argsort(dates, kind="stable")
+    repeats = np.flatnonzero(np.diff(dates[order]) == 0 * SECOND)
+    if len(repeats):
+        first = order[repeats[0]]
+        second = order[repeats[0] + 1]
+        others = f" (and {len(repeats) - 1} others)" if len(repeats) > 1 else ""
+        raise UsageError(
+            f"{where} does not increase: {minute(dates[first])} comes twice, at indices {first} and {second}{others}: "
+            f"keep one of them (xarray: drop_duplicates('{name}'))"
+        )
+    frame = int(np.argmax(steps < 0 * SECOND))
+    raise UsageError(
+        f"{where} does not increase: {minute(dates[frame + 1])} at index {frame + 1} follows {minute(dates[frame])}: "
+        f"sort them (xarray: sortby('{name}'))"
+    )
+
+
+def minute(time: np.datetime64) -> str:
+    """A date as text, to the minute."""
+    return str(time.astype("datetime64[m]"))
