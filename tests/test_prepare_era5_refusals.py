@@ -62,11 +62,11 @@ REFUSALS = {
     ),
     "times that decrease": (
         lambda d: d.isel(valid_time=slice(None, None, -1)),
-        "valid_time does not increase",
+        "times do not increase",
     ),
     "a time twice": (
         lambda d: d.isel(valid_time=[0, 1, 1, 2]),
-        "valid_time does not increase: 1979-01-01T06:00 comes twice, at indices 1 and 2: keep one of them",
+        "times do not increase: 1979-01-01T06:00 comes twice, at indices 1 and 2: keep one of them",
     ),
     "times twice, apart": (
         lambda d: d.isel(valid_time=[0, 1, 2, 3, 1, 2]),

@@ -126,11 +126,11 @@ REFUSED = {
     "a single time": ({"time": (6, {"units": HOURLY})}, "its time has shape ()"),
     "a date twice": (
         {"time": (6 * np.array([0, 1, 2, 2, 3, 4, 5, 6]), {"units": HOURLY})},
-        "its time does not increase: 1979-01-01T12:00 comes twice, at indices 2 and 3: keep one of them",
+        "its times do not increase: 1979-01-01T12:00 comes twice, at indices 2 and 3: keep one of them",
     ),
     "time that goes back": (
         {"time": (6 * np.array([4, 5, 6, 7, 0, 1, 2, 3]), {"units": HOURLY})},
-        "its time does not increase: 1979-01-01T00:00 at index 4 follows 1979-01-02T18:00: sort them",
+        "its times do not increase: 1979-01-01T00:00 at index 4 follows 1979-01-02T18:00: sort them",
     ),
     "a calendar with 30 February": (
         {"time": (6 * N, {"units": HOURLY, "calendar": "360_day"})},

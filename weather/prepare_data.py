@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from utils.errors import ArgumentParser, UsageError, float_in_range, int_in_range, run_main
-from weather.convert.data_set_writer import SPLITS, DataSetWriter
+from weather.convert.data_set_writer import SPLITS, convert
 from weather.convert.own_config import write_own_config
 from weather.fields.grid import years_of
 from weather.fields.requests import parse_requests
@@ -58,30 +58,15 @@ def prepare_data(
         split = split_by_date(data.dates, valid_from, test_from)
     dates = _name_files(Path(out), split)
 
-    # What the values depend on is stored with them: other settings are other data.
-    corners = [float(axis[place]) for axis in data.grid for place in (0, -1)]
     parts = [[show(part[0]), show(part[-1]), len(part)] for part in split.values()]
     settings: dict[str, Any] = {
         "version": VERSION,
         "variables": [[request.name, request.variable, request.level] for request in requests],
         "units": [channel.units for channel in data.channels],
-        "img_size": [len(axis) for axis in data.grid],
-        "corners": corners,
         "splits": parts,
     }
-    addresses = dict.fromkeys(store.address for store in data.stores)
-    attributes = {"made_from": " ".join(addresses)}
-    # What is there already, and of the same settings, stays.
-    writer = DataSetWriter(Path(out), dates, data.channels, data.grid, settings, TITLE, attributes)
-    # Look for all that will be read before anything is written.
-    if writer.missing:
-        data.check(data.dates)
-
-    def read_frames(path: Path, first: int, count: int) -> np.ndarray:
-        return data.frames(dates[path][first : first + count])
-
     # Files first, then what train.py and people have to know of them.
-    made = writer.write(read_frames)
+    made = convert(data, dates, Path(out), settings, TITLE, {})
     _describe(Path(out), data, split)
     write_own_config(Path(out), data.grid, [channel.name for channel in data.channels])
     return made

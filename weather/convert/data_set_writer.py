@@ -20,15 +20,16 @@ from weather.convert.climate_quantiles import FILE, LEAST_FRAMES, QUANTILES
 from weather.convert.training_statistics import STATS, chunks, write_statistics
 from weather.fields.channels import Channel
 from weather.fields.grid import Grid
+from weather.sources.data import SourceData
 from weather.sources.hdf5_file import is_hdf5, open_hdf5
 
 SPLITS = ("train", "valid", "test")
 Constant = Mapping[str, tuple[str, np.ndarray]]
-Frames = Callable[[Path, int, int], np.ndarray]  # (file, first, count): frames (count, C, H, W)
+Frames = Callable[[np.ndarray], np.ndarray]  # dates (T,) of one file: frames (T, C, H, W)
 
 
 class DataSetWriter:
-    """The files of one data set: the constructor checks the settings, `make` writes.
+    """The files of one data set: the constructor checks the settings, `write` writes.
 
     out: folder. dates: {file: the dates of its frames, (T,) datetime64[s]}, each in the folder of its split.
     channels, grid: of all frames. settings: everything else that the values depend on (JSON).
@@ -91,7 +92,7 @@ class DataSetWriter:
     def write(self, read_frames: Frames, constant: Constant | None = None) -> int:
         """Write the missing files and print a summary line; returns the number of files written.
 
-        read_frames(file, first, count) returns frames (count, C, H, W), `first` counted from the first of the file.
+        read_frames(dates) returns the frames (T, C, H, W) at some dates of one file, which follow each other.
         constant: fields that do not change with time, for every file: {name: (units, (H, W) values)}.
         Raises OSError if `out` cannot be written.
         """
@@ -118,7 +119,7 @@ class DataSetWriter:
                     fields = self._describe(file, self.dates[path], constant)
                     # Not all frames of a file fit in memory at once.
                     for first, count in chunks(fields):
-                        fields[first : first + count] = read_frames(path, first, count)
+                        fields[first : first + count] = read_frames(self.dates[path][first : first + count])
                         progress.update(count)
         described = all(path.exists() for path in self.stats)
         if not described:
@@ -163,6 +164,34 @@ class DataSetWriter:
                 file[name].dims[axis].attach_scale(file[scale])
         file.attrs.update({**self.attributes, "settings": json.dumps(self.settings)})
         return fields
+
+
+def convert(
+    data: SourceData,
+    dates: Mapping[Path, np.ndarray],
+    out: Path,
+    settings: dict[str, Any],
+    title: str,
+    attributes: dict[str, Any],
+) -> int:
+    """Write frames of sources to the files of a data set; returns the number of files written.
+
+    Arguments as of DataSetWriter. Raises UsageError, as that does, before anything is written; for values that are no
+    data when they are read.
+    """
+    # What the values depend on is stored with them: other settings are other data.
+    corners = [float(axis[place]) for axis in data.grid for place in (0, -1)]
+    settings = settings | {"img_size": [len(axis) for axis in data.grid], "corners": corners}
+    # A GRIB file is several stores of one address.
+    addresses = dict.fromkeys(store.address for store in data.stores)
+    made_from = {"made_from": " ".join(addresses)}
+    writer = DataSetWriter(out, dates, data.channels, data.grid, settings, title, attributes | made_from)
+    # Look for all that will be read before anything is written.
+    if writer.missing:
+        missing = [dates[path] for path in writer.missing]
+        data.check(np.concatenate(missing))
+        data.announce()
+    return writer.write(data.frames)
 
 
 def _read_origin(path):

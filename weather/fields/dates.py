@@ -57,7 +57,7 @@ def decode_dates(
         _check_units(units, where)
         dates, elapsed = decode_numbers(values, units, calendar.lower(), where)
     _check_dates(dates, where)
-    _check_increasing(dates, where, name)
+    _check_increasing(dates, address, name)
     return dates, elapsed
 
 
@@ -231,7 +231,7 @@ def _check_dates(dates: np.ndarray, where: str) -> None:
         )
 
 
-def _check_increasing(dates: np.ndarray, where: str, name: str) -> None:
+def _check_increasing(dates: np.ndarray, address: object, name: str) -> None:
     """Raise UsageError, saying what to do, where dates repeat or go back."""
     steps = np.diff(dates)
     if (steps > 0 * SECOND).all():
@@ -244,13 +244,13 @@ def _check_increasing(dates: np.ndarray, where: str, name: str) -> None:
         second = order[repeats[0] + 1]
         others = f" (and {len(repeats) - 1} others)" if len(repeats) > 1 else ""
         raise UsageError(
-            f"{where} does not increase: {minute(dates[first])} comes twice, at indices {first} and {second}{others}: "
-            f"keep one of them (xarray: drop_duplicates('{name}'))"
+            f"{address}: its times do not increase: {minute(dates[first])} comes twice, at indices {first} and "
+            f"{second}{others}: keep one of them (xarray: drop_duplicates('{name}'))"
         )
     frame = int(np.argmax(steps < 0 * SECOND))
     raise UsageError(
-        f"{where} does not increase: {minute(dates[frame + 1])} at index {frame + 1} follows {minute(dates[frame])}: "
-        f"sort them (xarray: sortby('{name}'))"
+        f"{address}: its times do not increase: {minute(dates[frame + 1])} at index {frame + 1} follows "
+        f"{minute(dates[frame])}: sort them (xarray: sortby('{name}'))"
     )
 
 

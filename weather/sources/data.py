@@ -151,6 +151,15 @@ class SourceData:
         """The most bytes of decoded frames that are kept, 0 where chunks hold one frame."""
         return self.index.kept_bytes()
 
+    def announce(self) -> None:
+        """Print what is derived, and how much memory is used beside that of the frames, of ERA5's many frames."""
+        if self.derived:
+            print("relative humidity: derived from specific humidity and temperature")
+        kept = self.kept_bytes()
+        if self.is_era5 and kept:
+            size = f"{kept / 1e9:.1f} GB" if kept > 1e8 else f"{kept / 1e6:.1f} MB"
+            print(f"chunks hold several frames: keeps up to {size} of decoded chunks")
+
     def frames(self, times: np.ndarray) -> np.ndarray:
         """Read frames (T, C, H, W) float32 at `times`, after `check`. Raises UsageError for values that are no data."""
         out = np.empty((len(times), len(self.requests), *map(len, self.grid)), np.float32)
