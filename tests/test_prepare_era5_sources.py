@@ -32,7 +32,7 @@ from tests.support.refusals import refusal
 from weather.fields.grid import frame_times
 from weather.prepare_era5 import Era5
 from weather.sample.atmosphere import GRAVITY
-from weather.sources import hdf5_source
+from weather.sources import hdf5
 from weather.sources.source import Source
 from weather.sources.store import Store
 
@@ -329,8 +329,8 @@ def open_files():
 
 
 def test_no_more_files_are_open_than_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(hdf5_source, "MOST_OPEN", 4)
-    hdf5_source._open_files.cache_clear()
+    monkeypatch.setattr(hdf5, "MOST_OPEN", 4)
+    hdf5._open_files.cache_clear()
     data = build()
     count = data.sizes["valid_time"]
     sources = [save_netcdf(data.isel(valid_time=[i]), tmp_path / f"{i:02d}.nc") for i in range(count)]
@@ -339,7 +339,7 @@ def test_no_more_files_are_open_than_are_kept(tmp_path, monkeypatch):
     era5.check(frame_times(1980, 0, FRAMES))
     assert np.array_equal(era5.frames(frame_times(1980, 0, FRAMES)), TRUTH[1980])
     assert open_files() <= before + 4
-    hdf5_source._open_files.cache_clear()
+    hdf5._open_files.cache_clear()
 
 
 def chunked(data, path, frames):

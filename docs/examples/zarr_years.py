@@ -13,7 +13,7 @@ from typing import Any
 import xarray
 
 from utils.errors import ArgumentParser, UsageError, reading, reported_as_usage_error, run_main
-from weather.sources.hdf5_file import WITHOUT_LOCKS
+from weather.sources.hdf5 import WITHOUT_LOCKS
 from weather.years.year_data import DATASET
 from weather.years.year_reader import year_paths
 

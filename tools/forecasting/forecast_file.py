@@ -16,7 +16,7 @@ from xarray.backends.common import ArrayWriter
 from tools.forecasting.output_files import file_name, forecast_dataset, weatherbench2_dataset
 from utils.files import whole_file
 from weather.fields.grid import Grid
-from weather.sources.hdf5_file import WITHOUT_LOCKS
+from weather.sources.hdf5 import WITHOUT_LOCKS
 
 # Each layout has a name of its own for it.
 LEAD_TIME = {"cf": "lead_time", "weatherbench2": "prediction_timedelta"}  # the dimension, by layout

@@ -4,7 +4,8 @@ Frames enter the model as (x - mean) / standard deviation, and climatology is wh
 other data make every score wrong without a word.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -227,12 +228,12 @@ class FrameSums:
                     f"{spread:g}: it is of other data, or of other channels; {ANYWAY}"
                 )
             if is_of_training:
-                distances = Distances(mean_field[channel], std)
-                self._check_place(distances, climatology, channel, names, paths.time_means)
+                distance_to = partial(distance, mean_field[channel], std=std)
+                self._check_place(distance_to, climatology, channel, names, paths.time_means)
 
     def _check_place(
         self,
-        distances: "Distances",
+        distance_to: Callable[[np.ndarray], float],
         climatology: np.ndarray,
         channel: int,
         names: Sequence[str],
@@ -240,37 +241,30 @@ class FrameSums:
     ) -> None:
         """Raise UsageError where the climatology of a channel fits better in another place: turned, or another's.
 
-        climatology: (C, R, W) of all channels.
+        distance_to: from the frames to a climatology (R, W), in standard deviations. climatology: (C, R, W) of all.
         """
-        upright = distances.to(climatology[channel])
+        upright = distance_to(climatology[channel])
         found: dict[str, float] = {}
         mirrored = self.rows[0] + self.rows[-1] - self.rows[::-1]
         if np.array_equal(self.rows, mirrored) and len(self.rows) >= 4:
-            found["upside down"] = distances.to(climatology[channel, ::-1])
+            found["upside down"] = distance_to(climatology[channel, ::-1])
         half_a_circle = climatology.shape[-1] // 2
-        found["turned by half a circle"] = distances.to(np.roll(climatology[channel], half_a_circle, axis=-1))
+        found["turned by half a circle"] = distance_to(np.roll(climatology[channel], half_a_circle, axis=-1))
         quantity, _ = channel_key(names[channel])
         for other in known_channels(names):
             is_alike = other != channel and channel_key(names[other])[0] == quantity
             if is_alike:
-                found[f"that of {names[other]}"] = distances.to(climatology[other])
+                found[f"that of {names[other]}"] = distance_to(climatology[other])
 
-        for what, distance in found.items():
-            if distance < BETTER_PLACE * upright and upright > WORTH_COMPARING:
+        for what, other_distance in found.items():
+            if other_distance < BETTER_PLACE * upright and upright > WORTH_COMPARING:
                 raise UsageError(
                     f"{path}: the climatology of {names[channel]} is {what}: it differs from the frames by "
-                    f"{upright:.2f} standard deviations, {what} by {distance:.2f}; {ANYWAY}"
+                    f"{upright:.2f} standard deviations, {what} by {other_distance:.2f}; {ANYWAY}"
                 )
 
 
-class Distances:
-    """How far the mean of some frames is from a climatology. mean_field: (R, W). std: of the channel."""
-
-    def __init__(self, mean_field: np.ndarray, std: float):
-        self.mean_field = mean_field
-        self.std = std
-
-    def to(self, climatology: np.ndarray) -> float:
-        """The root of the mean square of the differences, in standard deviations."""
-        differences = (self.mean_field - climatology) / self.std
-        return float(np.sqrt(np.square(differences).mean()))
+def distance(mean_field: np.ndarray, climatology: np.ndarray, std: float) -> float:
+    """The root of the mean square of the differences of two fields (R, W), in standard deviations."""
+    differences = (mean_field - climatology) / std
+    return float(np.sqrt(np.square(differences).mean()))

@@ -21,7 +21,7 @@ from weather.convert.training_statistics import STATS, chunks, write_statistics
 from weather.fields.channels import Channel
 from weather.fields.grid import Grid
 from weather.sources.data import SourceData
-from weather.sources.hdf5_file import is_hdf5, open_hdf5
+from weather.sources.hdf5 import is_hdf5, open_hdf5
 
 SPLITS = ("train", "valid", "test")
 Constant = Mapping[str, tuple[str, np.ndarray]]

@@ -92,7 +92,7 @@ def training_statistics(
     names = list[str]()
     for path in paths:
         with reading(str(path)), closing(open_year(path)) as year:
-            description = year.describe(year.shape[1], year.shape[2:])
+            description, _ = year.describe(year.shape[1], year.shape[2:])
             names = description.names
             check = build_value_check(year, description)
             axis = read_time_axis(year)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weather.fields.channels import ERA5, QUANTITIES, value_range
+from weather.fields.channels import ERA5, QUANTITIES, bare_units, find_conversion, value_range
 from weather.fields.stated_range import widen_by_rounding
 
 # Nothing in ERA5's units is as large. NetCDF's default fill value is 9.97e36, that of CMIP 1e20.
@@ -227,20 +227,20 @@ def find_bounds(key: Key, units: str = "") -> Bounds:
     """The Bounds of a channel in the units that it states; "" are ERA5's. They are infinite where nothing is known."""
     quantity, level = key
     lowest, highest = value_range(quantity, level)
-    stated = units.replace("**", "").replace("^", "").strip()
+    stated = bare_units(units)
     if quantity not in QUANTITIES:
         return Bounds(key, stated, lowest, highest, -np.inf)
 
     of_era5 = QUANTITIES[quantity].units
-    if not stated or stated == of_era5:
-        # High up the air is dry, and its relative humidity may be nowhere above it.
-        is_dry_level = level is not None and level < DRY_LEVEL
-        least_highest = -np.inf if is_dry_level else ERA5["least_highest"].get(quantity, -np.inf)
-        return Bounds(key, of_era5, lowest, highest, least_highest)
-    for spelling, (factor, offset) in ERA5["units"][of_era5].items():
-        if spelling.lower() == stated.lower():
-            return Bounds(key, stated, (lowest - offset) / factor, (highest - offset) / factor, -np.inf)
-    return Bounds(key, stated, -np.inf, np.inf, -np.inf)
+    conversion = find_conversion(stated, of_era5) if stated else (1, 0)
+    if conversion is None:
+        return Bounds(key, stated, -np.inf, np.inf, -np.inf)
+    factor, offset = conversion
+    # High up the air is dry, and its relative humidity may be nowhere above it.
+    is_dry_level = level is not None and level < DRY_LEVEL
+    least = -np.inf if is_dry_level else ERA5["least_highest"].get(quantity, -np.inf)
+    bounds = [(value - offset) / factor for value in (lowest, highest, least)]
+    return Bounds(key, stated or of_era5, *bounds)
 
 
 def guess_cause(key: Key, value: float) -> str:

@@ -1,7 +1,9 @@
 """What a file or a store is that is not what was asked for: an archive, a page of a server, a list of points."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+ZARR_METADATA = ("zarr.json", ".zgroup", ".zarray", ".zmetadata", ".zattrs")  # names of documents in a store
 ARCHIVE = "unpack it and give the files inside"
 SIGNATURES = {
     b"PK\x03\x04": f"it is a zip archive: {ARCHIVE}",
@@ -21,6 +23,11 @@ TAR_PLACE = 257  # of the word "ustar" in a tar archive
 BEGINNING_BYTES = 512  # that tell a file of every kind named here
 ANSWERS = ("{", "[", "<")  # JSON, HTML, XML: what a server sends in place of a file
 SHOWN = 60  # bytes of a file in a message
+
+
+def has_zarr_metadata(folder: Path) -> bool:
+    """Tell whether a folder is a Zarr store, or a group or an array in one."""
+    return any((folder / name).is_file() for name in ZARR_METADATA)
 
 
 def describe_point_list(shapes: Mapping[str, Sequence[int]]) -> str:

@@ -8,14 +8,12 @@ import xarray
 
 from utils.errors import UsageError, first_line
 from utils.files import check_file
-from weather.sources.file_formats import BEGINNING_BYTES, describe_file
-from weather.sources.hdf5_file import is_hdf5
-from weather.sources.hdf5_source import open_hdf5_source
+from weather.sources.file_formats import BEGINNING_BYTES, describe_file, has_zarr_metadata
+from weather.sources.hdf5 import is_hdf5, open_hdf5_source
 from weather.sources.source import Source, reading_quietly
 
 INSTALL = "pip install -r requirements/era5.txt"
 NOT_OPENED = "cannot be opened as Zarr or NetCDF"
-ZARR_METADATA = ("zarr.json", ".zgroup", ".zarray", ".zmetadata", ".zattrs")
 IN_FOLDERS = (  # endings of what may lie in a folder that is given as a source
     (".nc", ".nc4", ".h5", ".hdf5"),
     (".grib", ".grb", ".grib2", ".grb2", ".grib1", ".grb1"),
@@ -45,7 +43,7 @@ def open_source(address: str) -> list[Source]:
         group = str(path.relative_to(existing)) if existing != path else ""
         with reading_quietly(f"{address}:"):
             return _open_file(address, existing, group)
-    is_group = _has_zarr_metadata(existing)
+    is_group = has_zarr_metadata(existing)
     where = f": the store {existing} has no such group" if is_group else ""
     raise UsageError(f"{address}: no such file or folder{where}")
 
@@ -66,13 +64,9 @@ def _open_zarr(address: str) -> Source:
         raise UsageError(f"{address}: cannot be opened as Zarr: {first_line(cause)}") from cause
 
 
-def _has_zarr_metadata(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ZARR_METADATA)
-
-
 def _check_zarr_folder(folder: Path, address: str) -> None:
     """Raise UsageError for a folder of files or stores in place of a store."""
-    if _has_zarr_metadata(folder):
+    if has_zarr_metadata(folder):
         return
     # The kind of file that lies in it, if there is one that we read.
     paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))

@@ -20,6 +20,7 @@ from utils.errors import ArgumentParser, ConnectionLostError, UsageError, first_
 from utils.node_cache import NodeCache
 from utils.signals import stop_asked
 from weather.sources.chunk_sources import Place, Use, take_any
+from weather.sources.file_formats import ZARR_METADATA
 
 log = logging.getLogger(__name__)
 IN_FLIGHT = 16  # requests of a process to one store at a time
@@ -28,7 +29,6 @@ FIRST_PAUSE = 0.25
 LONGEST_PAUSE = 10.0
 LONGEST_ANSWER = 60.0  # seconds that one attempt may take
 UNLISTED = ("http://", "https://")  # servers that do not say what they have
-METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
 INSTALL = "pip install -r requirements/era5.txt"
 TEMPORARY_STATUS = (408, 425, 429)  # of HTTP, besides 500 and more: ask again
 NO_ACCESS_STATUS = (401, 403)
@@ -129,7 +129,7 @@ class RemoteObjects:
             check(content)
             use(content)
 
-        is_metadata = place.key.rpartition("/")[2] in METADATA
+        is_metadata = place.key.rpartition("/")[2] in ZARR_METADATA
         if self.cache is None or is_metadata:  # metadata may change, when years are added to a store
             return self._fetch_patiently(place, use_first)
         name = f"{self.address}/{place.key} {place.first} {place.length}"

@@ -12,7 +12,8 @@ from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 from utils.errors import UsageError
 from weather.sources.answer_check import AnswerCheck
 from weather.sources.chunk_sources import Place
-from weather.sources.remote_store import METADATA, UNLISTED, RemoteObjects
+from weather.sources.file_formats import ZARR_METADATA
+from weather.sources.remote_store import UNLISTED, RemoteObjects
 
 # Chunks of what has time, latitude and longitude: three numbers or more. A coordinate's chunk may be its fill value.
 FIELD_CHUNK = re.compile(r"(.*?)/(?:c/)?(\d+(?:[./]\d+){2,})")
@@ -58,7 +59,7 @@ class RemoteZarrStore(Store):
             what = f"chunk {chunk[2]} of '{chunk[1]}' was never written: the store was not finished"
             raise UsageError(f"{self.objects.address}: {what}") from None
         except UsageError as error:
-            is_metadata = key.rpartition("/")[2] in METADATA
+            is_metadata = key.rpartition("/")[2] in ZARR_METADATA
             if not is_metadata:
                 raise
             # Whoever opens the store tells, if nothing else is found.

@@ -19,13 +19,11 @@ from zarr.storage import LocalStore, WrapperStore
 from utils.errors import UsageError
 from weather.sources.chunk_reader import ChunkReader
 from weather.sources.chunk_sources import LocalChunks
-from weather.sources.file_formats import describe_point_list
+from weather.sources.file_formats import ZARR_METADATA, describe_point_list
 from weather.sources.remote_store import RemoteObjects, RemoteOptions
 from weather.sources.remote_zarr import RemoteZarrStore
 from weather.sources.source import Selection, Source
 from weather.sources.zarr_layout import chunk_layout
-
-METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
 
 
 class WrittenChunks(WrapperStore[ZarrStore]):
@@ -46,7 +44,7 @@ class WrittenChunks(WrapperStore[ZarrStore]):
         value = await super().get(key, prototype or default_buffer_prototype(), byte_range)
         # A key is the name of an array and the place of a chunk: u10/c/0/0 or u10/0.0.
         array, _, rest = key.partition("/")
-        is_guarded = array in self.guarded and rest not in METADATA
+        is_guarded = array in self.guarded and rest not in ZARR_METADATA
         if value is None and is_guarded:
             raise UsageError(f"{self.address}: chunk {rest} of {array} was never written: the store was not finished")
         return value

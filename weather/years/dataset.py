@@ -67,8 +67,9 @@ class FieldDataset:
             self.open()
             for file in self.files:
                 self._check_shape(file, img_size)
-            self.described = [file.describe(channels, img_size) for file in self.files]
-            self.description = self.described[0]  # of all files
+            told = [file.describe(channels, img_size) for file in self.files]
+            self.described = [description for description, _ in told]
+            self.description, self.assumptions = told[0]  # the other files are like the first
             # All files must be alike before anything else is taken from the first.
             self.check_like(self)
             self.axes = [read_time_axis(file) for file in self.files]
@@ -207,7 +208,7 @@ class FieldDataset:
 
     def notes(self) -> list[str]:
         """What was assumed of these data, and what of them is left out, a line each."""
-        notes = self.files[0].assumptions(self.channels)  # the others are like it
+        notes = [*self.assumptions]
         # Names that were made up for lack of any are no unknown names.
         unknown = self.description.unknown_names()
         names_channels = not any(note.startswith(NO_NAMES) for note in notes)

@@ -12,7 +12,7 @@ import numpy as np
 
 from utils.errors import reading
 from utils.files import check_file
-from weather.sources.hdf5_file import check_filters, check_format, check_written, open_hdf5
+from weather.sources.hdf5 import check_filters, check_format, check_written, is_only_a_dimension, open_hdf5
 from weather.years.year_data import DATASET, YearFile
 
 
@@ -25,7 +25,7 @@ class Hdf5Year(YearFile):
         check_format(path)
         with contextlib.ExitStack() as opened, reading(f"{path}: HDF5 (truncated or damaged?)"):
             file = opened.enter_context(open_hdf5(path))
-            self.arrays = {name: array for name, array in file.items() if not _only_a_dimension(array)}
+            self.arrays = {name: array for name, array in file.items() if not is_only_a_dimension(array)}
             self.fields = self._checked(file.get(DATASET))
             self.shape = self.fields.shape
             check_written(self.fields, f"{path}: '{DATASET}'")
@@ -77,9 +77,3 @@ class Hdf5Year(YearFile):
                 raise EOFError("the file was truncated")
             view = view[count:]
             position += count
-
-
-def _only_a_dimension(array):
-    """Tell whether this is the placeholder that NetCDF writes for a dimension without values."""
-    name = array.attrs.get("NAME", b"") if isinstance(array, h5py.Dataset) else b""
-    return isinstance(name, bytes) and name.startswith(b"This is a netCDF dimension")

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from utils.errors import UsageError, reported_as_usage_error
+from weather.sources.file_formats import has_zarr_metadata
 from weather.sources.remote_store import RemoteOptions, is_address
 
 if TYPE_CHECKING:  # zarr is an optional library, and slow to import
     from weather.years.zarr_store import ZarrStore
 
 YEARS = re.compile(r"(?P<store>.+)#(?P<years>[^#/]*)")
-ZARR_METADATA = ("zarr.json", ".zgroup", ".zmetadata")
 
 
 class SharedStore:
@@ -116,9 +116,7 @@ def is_folder(text: str) -> bool:
 
 def is_store(folder: Path) -> bool:
     """Tell whether a folder is a Zarr store, by its name or by what is in it."""
-    if folder.suffix.lower() == ".zarr":
-        return True
-    return any((folder / name).is_file() for name in ZARR_METADATA)
+    return folder.suffix.lower() == ".zarr" or has_zarr_metadata(folder)
 
 
 def parse_years(text: str) -> tuple[int, ...]:

@@ -138,25 +138,19 @@ class YearFile(ABC):
                 found.append(f"{name} {shape}")
         return f", it holds {', '.join(found)}: rename it to '{DATASET}'" if found else ""
 
-    def describe(self, channels: int, img_size: Sequence[int]) -> Description:
-        """Of the first channels and of an image of img_size; what the file lacks is as in ERA5. Raises UsageError.
+    def describe(self, channels: int, img_size: Sequence[int]) -> tuple[Description, list[str]]:
+        """The Description of the first channels of an image of img_size, and what was assumed of them, a line each.
 
-        Names of others become ours (u10m is u10), and a channel without units has those of its name.
+        What the file lacks is as in ERA5. Names of others become ours (u10m is u10), and a channel without units has
+        those of its name. Raises UsageError.
         """
-        # What was assumed is told by `assumptions`, once.
-        known, _ = read_channels(self, channels)
-        grid, _ = read_grid(self)
+        known, of_channels = read_channels(self, channels)
+        grid, of_grid = read_grid(self)
         height, width = img_size
         names = [channel.name for channel in known]
         units = [channel.units for channel in known]
         image_grid = Grid(grid.latitude[:height], grid.longitude[:width])
-        return Description(names, units, image_grid)
-
-    def assumptions(self, channels: int) -> list[str]:
-        """What is assumed of the first channels and of the grid, a line each."""
-        _, of_channels = read_channels(self, channels)
-        _, of_grid = read_grid(self)
-        return of_channels + of_grid
+        return Description(names, units, image_grid), of_channels + of_grid
 
     def constant_field(self, name: str) -> np.ndarray:
         """A field that does not change with time, (H, W) float64. Raises UsageError where the file has none."""

@@ -2,10 +2,11 @@
 
 import itertools
 from pathlib import Path
-from typing import overload
+from typing import cast, overload
 
 from utils.errors import UsageError
-from weather.years.store_path import StorePath, is_store
+from weather.sources.remote_store import RemoteOptions
+from weather.years.store_path import SharedStore, StorePath, is_store
 from weather.years.year_data import YearFile
 
 SUFFIXES = (".h5", ".hdf5", ".nc", ".nc4", ".zarr")  # in any capitals
@@ -38,11 +39,20 @@ def year_paths(folder: Path | StorePath) -> list[Path] | list[StorePath]:
 
 
 def open_year(path: Path | StorePath) -> YearFile:
-    """Open a year of data. Raises UsageError."""
-    if isinstance(path, StorePath) or is_store(path):
-        from weather.years.store_years import open_store_year  # an optional library, and slow to import
+    """Open a year of data: a file, a store, or one of a store's years. Raises UsageError."""
+    if isinstance(path, Path) and not is_store(path):
+        from weather.years.hdf5_year import Hdf5Year  # a program that reads no data needs no h5py
 
-        return open_store_year(path)
-    from weather.years.hdf5_year import Hdf5Year  # a program that reads no data needs no h5py
+        return Hdf5Year(path)
+    from weather.years.zarr_year import ZarrYear  # an optional library, and slow to import
 
-    return Hdf5Year(path)
+    shared = path.store if isinstance(path, StorePath) else SharedStore(str(path), RemoteOptions())
+    years = path.years if isinstance(path, StorePath) else ()
+    year = years[0] if years else None
+    named = cast(Path, path)  # as far as a year needs it: for its name, and for messages
+    store = shared.open()
+    if store.is_source:
+        from weather.years.source_year import SourceYear
+
+        return SourceYear(named, store.era5, year)
+    return ZarrYear(named, store, year)
