@@ -84,20 +84,27 @@ def check_degrees(values: np.ndarray, units: str, axis: str, where: str) -> None
         )
 
 
+def is_monotonic(steps: np.ndarray) -> bool:
+    """Tell whether all steps go one way, and none is 0 or NaN."""
+    return bool((steps > 0).all() or (steps < 0).all())
+
+
 def check_global(latitude: np.ndarray, longitude: np.ndarray, address: str) -> None:
     """Raise UsageError for points that are not of the whole globe, in equal steps of longitude."""
     width = len(longitude)
     # Equal steps once around the globe; the first column is less than a step east of Greenwich.
     around = longitude % CIRCLE
-    eastward = np.roll(around, -int(around.argmin()))
-    even = eastward[0] + CIRCLE / width * np.arange(width)
-    is_whole_circle = np.allclose(eastward, even, atol=1e-3) and eastward[0] < CIRCLE / width
+    first = int(around.argmin())
+    eastward = np.roll(around, -first)
+    step = CIRCLE / width
+    even = eastward[0] + step * np.arange(width)
+    is_whole_circle = np.allclose(eastward, even, atol=1e-3) and eastward[0] < step
     if width < 2 or not is_whole_circle:
         raise UsageError(f"{address}: its {width} longitudes do not go once around the globe in equal steps{REGION}")
     # Some grids leave the poles out, by at most a step.
     steps = np.diff(latitude)
-    is_monotonic = len(steps) > 0 and ((steps > 0).all() or (steps < 0).all())  # nor is it, where one is NaN
-    is_from_pole_to_pole = is_monotonic and np.ptp(latitude) + 2 * np.abs(steps).max() >= 180
+    goes_on = len(steps) > 0 and is_monotonic(steps)
+    is_from_pole_to_pole = goes_on and np.ptp(latitude) + 2 * np.abs(steps).max() >= 180
     if not is_from_pole_to_pole or abs(latitude).max() > 90:
         raise UsageError(f"{address}: its {len(latitude)} latitudes do not go from pole to pole{REGION}")
 
@@ -116,8 +123,7 @@ def check_latitudes(latitude: np.ndarray, units: str, where: str) -> None:
         raise UsageError(f"{where} is {worst:g}: give degrees, -90 to 90")
     # NaN was refused above, so every step has a sign.
     steps = np.diff(latitude)
-    is_monotonic = (steps > 0).all() or (steps < 0).all()
-    if not is_monotonic:
+    if not is_monotonic(steps):
         raise UsageError(f"{where} neither increases nor decreases from row to row: sort it (xarray: sortby)")
     # A row that was left out makes one step much longer than its neighbours.
     sizes = np.abs(steps)
