@@ -22,7 +22,7 @@ from weather.fields.stated_range import find_stated_range
 from weather.fields.time_axis import TimeAxis, show
 from weather.fields.value_check import Problem, ValueCheck
 from weather.years.dataset import FieldDataset
-from weather.years.year_data import Description, YearFile
+from weather.years.year_data import DATASET, Description, YearFile
 
 # The last reads may take a little longer.
 SAMPLE_SECONDS = 1.3
@@ -216,13 +216,12 @@ class DataCheck:
 
 def build_value_check(file: YearFile, description: Description) -> ValueCheck:
     """The check of a file's frames. It knows the channels, and what the file itself says of missing values."""
-    fields = file.fields
-    attributes = getattr(fields, "attrs", {})
+    fields = file.arrays[DATASET]
     return ValueCheck(
         [channel_key(name) for name in description.names],
         units=description.units,
-        missing_values=read_missing_values(attributes),
-        stated_range=find_stated_range(attributes, fields.dtype),
+        missing_values=read_missing_values(fields.attrs),
+        stated_range=find_stated_range(fields.attrs, fields.dtype),
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from utils.errors import UsageError, reading
 from weather.fields.grid import Grid, check_degrees, latitudes, longitudes
 from weather.fields.packing import check_unpacked
-from weather.fields.stored_arrays import StoredArrays, find_names, get_array, shape_of, text_attribute
+from weather.fields.stored_arrays import StoredArrays, find_names, text_attribute
 
 SAME_DEGREES = 1e-4  # rounding of coordinates in float32
 REGRID = "regrid it to latitudes and longitudes (cdo remapbil, xesmf)"
@@ -92,7 +92,7 @@ def _find(file: StoredArrays, axis: Axis) -> str | None:
     named = by_name or _described(file, axis) or find_names(file, axis.mesh_names)
     points = file.shape[2 + axis.number]
     for name in named:
-        if shape_of(file.arrays[name]) == (points,):
+        if file.arrays[name].shape == (points,):
             return name
     return named[0] if named else None
 
@@ -104,7 +104,7 @@ def _described(file: StoredArrays, axis: Axis) -> list[str]:
     found = []
     for shape in ((points,), (height, width)):
         for name, array in file.arrays.items():
-            if shape_of(array) != shape:
+            if array.shape != shape:
                 continue
             has_units = text_attribute(array, "units").lower() in axis.units
             has_name = text_attribute(array, "standard_name") == axis.name
@@ -119,7 +119,7 @@ def _check_no_other(file: StoredArrays, axis: Axis) -> None:
     """Raise UsageError where the file has coordinates of another kind in place of this one."""
     points = file.shape[2 + axis.number]
     for name, array in file.arrays.items():
-        if shape_of(array) != (points,):
+        if array.shape != (points,):
             continue
         standard_name = text_attribute(array, "standard_name")
         if standard_name in axis.others or name.lower() in axis.others:
@@ -130,14 +130,14 @@ def _read(file: StoredArrays, name: str, axis: Axis) -> np.ndarray:
     """The degrees of an axis, one for each row or column. Raises UsageError."""
     where = f"{file.path}: '{name}'"
     with reading(where):
-        array = get_array(file, name)
+        array = file.arrays[name]
         points = file.shape[2 + axis.number]
         is_mesh = array.shape == file.shape[2:]
         if not is_mesh and array.shape != (points,):
             raise UsageError(f"{where} has shape {array.shape}, the fields need ({points},)")
         # Packed integers would be other degrees.
         check_unpacked(array, where)
-        stored = np.asarray(array[:], np.float64)
+        stored = np.asarray(array.values, np.float64)
         units = text_attribute(array, "units").lower()
         standard_name = text_attribute(array, "standard_name")
     if standard_name in axis.others:

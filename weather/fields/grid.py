@@ -104,7 +104,8 @@ def check_global(latitude: np.ndarray, longitude: np.ndarray, address: str) -> N
     # Some grids leave the poles out, by at most a step.
     steps = np.diff(latitude)
     goes_on = len(steps) > 0 and is_monotonic(steps)
-    is_from_pole_to_pole = goes_on and np.ptp(latitude) + 2 * np.abs(steps).max() >= 180
+    reach = np.ptp(latitude) + 2 * np.abs(steps).max(initial=0)
+    is_from_pole_to_pole = goes_on and reach >= 180
     if not is_from_pole_to_pole or abs(latitude).max() > 90:
         raise UsageError(f"{address}: its {len(latitude)} latitudes do not go from pole to pole{REGION}")
 

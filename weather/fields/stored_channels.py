@@ -1,12 +1,8 @@
 """The channels of a year: their names and units as the file states them, under our own names."""
 
-from typing import Any
-
-import numpy as np
-
 from utils.errors import UsageError, reading
 from weather.fields.channels import CHANNELS, QUANTITIES, Channel, channel_key, channel_of, find_conversion, split_units
-from weather.fields.stored_arrays import StoredArrays, find_names, get_array
+from weather.fields.stored_arrays import StoredArrays, find_names
 
 NO_NAMES = "names no channels: they are taken for "
 
@@ -51,24 +47,17 @@ def _read_texts(file: StoredArrays, wanted: str) -> list[str] | None:
         return None
     where = f"{file.path}: '{name}'"
     with reading(where):
-        array = get_array(file, name)
+        array = file.arrays[name]
         channels = file.shape[1]
         if array.shape != (channels,):
             raise UsageError(f"{where} has shape {array.shape}, the fields need ({channels},)")
-        values = _decode_texts(array)
+        values = array.values
         if values.dtype.kind in "iuf":  # xarray numbers channels that have no names
             return None
-        if values.dtype.kind not in "UTO":
+        if values.dtype.kind not in "SUTO":
             raise TypeError(f"{values.dtype} is not text")
-        return [str(text).strip(" \0") for text in values]
-
-
-def _decode_texts(array: Any) -> np.ndarray:
-    """The values of an array, bytes as text."""
-    # h5py gives bytes unless it is asked for text.
-    is_hdf5_text = hasattr(array, "asstr") and array.dtype.kind in "SO"
-    values = array.asstr()[:] if is_hdf5_text else array[:]
-    return np.char.decode(values, "utf-8") if values.dtype.kind == "S" else values
+        texts = [text.decode() if isinstance(text, bytes) else str(text) for text in values]
+        return [text.strip(" \0") for text in texts]
 
 
 def _check_different(channels: list[Channel], names: list[str], file: StoredArrays) -> None:

@@ -12,7 +12,7 @@ from utils.errors import UsageError, reading
 from weather.fields.dates import SINCE_1970, TOLERANCE, decode_dates
 from weather.fields.grid import HOUR, frame_times, year_frames
 from weather.fields.packing import check_unpacked
-from weather.fields.stored_arrays import StoredArrays, find_names, get_array, shape_of, text_attribute
+from weather.fields.stored_arrays import StoredArrays, find_names, text_attribute
 
 TIME_NAMES = ("time", "valid_time", "timestamp", "datetime", "date", "dates", "times")
 # Fewer frames do not tell their usual distance.
@@ -105,7 +105,7 @@ def read_time_axis(file: StoredArrays) -> TimeAxis | None:
         return _assumed_axis(file)
     where = f"{file.path}: its {name}"
     with reading(where):
-        stored = get_array(file, name)
+        stored = file.arrays[name]
         frames = file.shape[0]
         if stored.shape != (frames,):
             raise UsageError(f"{where} has shape {stored.shape}, the fields have {frames} frames")
@@ -114,7 +114,7 @@ def read_time_axis(file: StoredArrays) -> TimeAxis | None:
         if not units and name.lower() == "timestamp":
             units = SINCE_1970
         calendar = text_attribute(stored, "calendar", "standard")
-        return TimeAxis(*decode_dates(np.asarray(stored[:]), units, calendar, file.path, name))
+        return TimeAxis(*decode_dates(stored.values, units, calendar, file.path, name))
 
 
 def _find_time(file: StoredArrays) -> str | None:
@@ -126,10 +126,10 @@ def _find_time(file: StoredArrays) -> str | None:
     frames = file.shape[:1]
     named = find_names(file, TIME_NAMES)
     for name in named:
-        if shape_of(file.arrays[name]) == frames:
+        if file.arrays[name].shape == frames:
             return name
     for name, array in file.arrays.items():
-        if shape_of(array) == frames and " since " in text_attribute(array, "units"):
+        if array.shape == frames and " since " in text_attribute(array, "units"):
             return name
     return named[0] if named else None
 

@@ -18,7 +18,7 @@ from typing import Any
 import h5py
 import numpy as np
 import xarray
-from xarray.backends import BackendArray, CachingFileManager
+from xarray.backends import BackendArray, CachingFileManager, FileManager
 from xarray.backends.lru_cache import LRUCache
 from xarray.core import indexing
 
@@ -222,7 +222,7 @@ def _check_external(fields: h5py.Dataset, where: str) -> None:
 class _Hdf5Array(BackendArray):
     """A dataset of a file that may be closed between two reads."""
 
-    def __init__(self, files: CachingFileManager, dataset: h5py.Dataset):
+    def __init__(self, files: FileManager, dataset: h5py.Dataset):
         self.files = files
         self.path = dataset.name
         self.shape = dataset.shape
@@ -259,10 +259,8 @@ def open_hdf5_source(address: str, path: Path, group: str = "") -> Source:
     variables: dict[str, xarray.Variable] = {}
     place = folder
     while True:
-        for name, dataset in _datasets(place):
-            # What lies nearer hides what lies above.
-            if name not in variables:
-                variables[name] = _variable(files, name, dataset)
+        # What lies nearer hides what lies above.
+        variables = read_variables(files, place) | variables
         if place.name == "/":
             break
         place = place.parent
@@ -280,6 +278,11 @@ def open_hdf5_source(address: str, path: Path, group: str = "") -> Source:
     return Source(address, variables, check, find_groups)
 
 
+def read_variables(files: FileManager, folder: h5py.Group) -> dict[str, xarray.Variable]:
+    """The arrays of numbers and texts in a group. files: opens its file again."""
+    return {name: _variable(files, name, dataset) for name, dataset in _datasets(folder)}
+
+
 def _datasets(folder: h5py.Group) -> Iterator[tuple[str, h5py.Dataset]]:
     """The arrays of numbers in a group, less the placeholders that NetCDF writes for dimensions without values."""
     for name, dataset in folder.items():
@@ -294,13 +297,14 @@ def is_only_a_dimension(array: Any) -> bool:
     return _text(note).startswith("This is a netCDF dimension")
 
 
-def _variable(files: CachingFileManager, name: str, dataset: h5py.Dataset) -> xarray.Variable:
+def _variable(files: FileManager, name: str, dataset: h5py.Dataset) -> xarray.Variable:
     dimensions = _dimension_names(name, dataset)
     # Reading all attributes would take longer than all else.
     attributes = {}
     for key in ATTRIBUTES:
-        if key in dataset.attrs:
-            attributes[key] = _plain(dataset.attrs[key])
+        value = dataset.attrs.get(key)
+        if value is not None and not isinstance(value, h5py.Empty):
+            attributes[key] = _plain(value)
     # A chunk is decompressed as a whole, so readers want to know its size.
     chunks = dict(zip(dimensions, dataset.chunks or (), strict=False))
     array = indexing.LazilyIndexedArray(_Hdf5Array(files, dataset))
@@ -308,21 +312,27 @@ def _variable(files: CachingFileManager, name: str, dataset: h5py.Dataset) -> xa
 
 
 def _dimension_names(name: str, dataset: h5py.Dataset) -> list[str]:
-    """The name of each dimension: of the scale that is attached to it, else `name` of its own, else 'dim0', 'dim1'."""
+    """The name of each dimension: `name` of a scale, else its label, else that of its scale, else 'dim0', 'dim1'."""
     # A coordinate is a dimension scale, which has the name of its dimension.
     is_scale = dataset.attrs.get("CLASS", b"") == b"DIMENSION_SCALE"
     if is_scale and dataset.ndim == 1:
         return [name]
-    names = []
-    for number in range(dataset.ndim):
-        scales = dataset.dims[number]
-        # The scale may lie in a group above: its own name is the last part of its path.
-        if len(scales):
-            path = PurePosixPath(scales[0].name)
-            names.append(path.name)
-        else:
-            names.append(f"dim{number}")
-    return names
+    return [_dimension_name(dimension) or f"dim{number}" for number, dimension in enumerate(dataset.dims)]
+
+
+def _dimension_name(dimension: Any) -> str:
+    """Its label, or the name of the scale that is attached to it; "" where there is none."""
+    if dimension.label:
+        return str(dimension.label)
+    try:
+        scale = dimension[0] if len(dimension) else None
+    except (RuntimeError, ValueError):  # a reference that leads nowhere
+        return ""
+    # Where a scale was deleted, the reference may lead to a newer array in its place.
+    if scale is None or not scale.is_scale:
+        return ""
+    # The scale may lie in a group above: its own name is the last part of its path.
+    return PurePosixPath(scale.name or "").name
 
 
 def _plain(value: Any) -> Any:

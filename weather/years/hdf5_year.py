@@ -9,11 +9,12 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+from xarray.backends import DummyFileManager
 
-from utils.errors import reading
+from utils.errors import UsageError, reading
 from utils.files import check_file
-from weather.sources.hdf5 import check_filters, check_format, check_written, is_only_a_dimension, open_hdf5
-from weather.years.year_data import DATASET, YearFile
+from weather.sources.hdf5 import check_filters, check_format, check_written, open_hdf5, read_variables
+from weather.years.year_data import DATASET, NAMES, YearFile
 
 
 class Hdf5Year(YearFile):
@@ -25,8 +26,15 @@ class Hdf5Year(YearFile):
         check_format(path)
         with contextlib.ExitStack() as opened, reading(f"{path}: HDF5 (truncated or damaged?)"):
             file = opened.enter_context(open_hdf5(path))
-            self.arrays = {name: array for name, array in file.items() if not is_only_a_dimension(array)}
-            self.fields = self._checked(file.get(DATASET))
+            self.arrays = read_variables(DummyFileManager(file), file)
+            for name, item in file.items():
+                if item is None and name.lower() in NAMES:
+                    raise UsageError(
+                        f"{path}: its `{name}` is a link to something that is not there: "
+                        "bring that back to its place, or copy it into the file"
+                    )
+            self._check_fields()
+            self.fields = file[DATASET]
             self.shape = self.fields.shape
             check_written(self.fields, f"{path}: '{DATASET}'")
             check_filters(self.fields, f"{path}: '{DATASET}'")

@@ -1,67 +1,50 @@
-"""Arrays as a YearFile shows them: small ones in memory, and frames that are read when they are sliced."""
+"""Arrays as a YearFile shows them: small ones as variables, and frames that are read when they are sliced."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import xarray
+from xarray.backends import BackendArray
+from xarray.core import indexing
 
 
-class HeldArray:
-    """An array in memory with attributes, as a file has them."""
+class WholeArray(BackendArray):
+    """An array for a Variable, which is read whole. load: gives its values."""
 
-    def __init__(
-        self,
-        values: np.ndarray,
-        attrs: dict[str, Any] | None = None,
-    ):
-        self.values = values
-        self.attrs = attrs or {}
-        self.shape = values.shape
-        self.dtype = values.dtype
-        self.ndim = values.ndim
-
-    def __getitem__(self, key: Any) -> np.ndarray:
-        return self.values[key]
-
-
-class LazyArray:
-    """A small array that is read when it is sliced for the first time, and stays in memory.
-
-    load: gives its values. The other arguments are attributes, as a file has them.
-    """
-
-    def __init__(
-        self,
-        load: Callable[[], np.ndarray],
-        shape: tuple[int, ...],
-        dtype: np.dtype,
-        attrs: dict[str, Any],
-    ):
+    def __init__(self, load: Callable[[], np.ndarray], shape: tuple[int, ...], dtype: np.dtype):
         self.load = load
         self.shape = shape
         self.dtype = dtype
-        self.attrs = attrs
-        self.ndim = len(shape)
-        self.values: np.ndarray | None = None
 
-    def __getitem__(self, key: Any) -> np.ndarray:
-        if self.values is None:  # two threads may both read it, and get the same
-            self.values = self.load()
-        return self.values[key]
+    def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
+        support = indexing.IndexingSupport.OUTER
+        return indexing.explicit_indexing_adapter(key, self.shape, support, lambda part: self.load()[part])
+
+
+def lazy_variable(
+    dims: Sequence[str],
+    load: Callable[[], np.ndarray],
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    attrs: Mapping[str, Any],
+) -> xarray.Variable:
+    """A variable that is read when its values are asked for, and stays in memory. load: gives all of them."""
+    lazy = indexing.LazilyIndexedArray(WholeArray(load, shape, dtype))
+    return xarray.Variable(dims, indexing.MemoryCachedArray(lazy), dict(attrs))
 
 
 class Frames:
-    """The frames of a YearFile as an array (T, C, H, W) float32: a slice of it reads them. attrs: of what it stores."""
+    """The frames of a YearFile as an array (T, C, H, W) float32: a slice of it reads them."""
 
-    def __init__(self, year: Any, attrs: Mapping[str, Any] | None = None):
+    def __init__(self, year: Any):
         self.year = year
         self.shape = year.shape
         self.dtype = np.dtype(np.float32)
         self.ndim = len(self.shape)
         # As if all of it were in memory, by which others choose how much to read at a time.
         self.nbytes = self.dtype.itemsize * math.prod(self.shape)
-        self.attrs = dict(attrs or {})
 
     def __getitem__(self, key: Any) -> np.ndarray:
         keys = key if isinstance(key, tuple) else (key,)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xarray
 
 from utils.errors import UsageError, first_line, reading
 from weather.fields.channels import CHANNELS
@@ -16,9 +17,10 @@ from weather.fields.grid import HOUR, years_of
 from weather.sources.data import Era5
 from weather.sources.store import Store, open_stores
 from weather.sources.zarr_source import open_zarr_source
-from weather.years.held_arrays import Frames, HeldArray, LazyArray
-from weather.years.year_data import YearFile
+from weather.years.held_arrays import Frames, lazy_variable
+from weather.years.year_data import DATASET, YearFile
 
+DIMENSIONS = ("time", "channel", "latitude", "longitude")
 EPOCH = np.datetime64("1970-01-01", "s")
 
 
@@ -33,12 +35,12 @@ class SourceReader:
         latitude, longitude = self.era5.grid
         names = np.array([channel.name for channel in CHANNELS])
         units = np.array([channel.units for channel in CHANNELS])
-        self.arrays: dict[str, Any] = _constant_fields(store)
+        self.arrays = _constant_fields(store)
         self.arrays |= {
-            "channel": HeldArray(names),
-            "channel_units": HeldArray(units),
-            "latitude": HeldArray(latitude, {"units": "degrees_north"}),
-            "longitude": HeldArray(longitude, {"units": "degrees_east"}),
+            "channel": xarray.Variable("channel", names),
+            "channel_units": xarray.Variable("channel", units),
+            "latitude": xarray.Variable("latitude", latitude, {"units": "degrees_north"}),
+            "longitude": xarray.Variable("longitude", longitude, {"units": "degrees_east"}),
         }
 
     @property
@@ -65,8 +67,9 @@ class SourceYear(YearFile):
         self.fields = Frames(self)
         self.size = self.fields.nbytes
         hours = (self.dates - EPOCH) / HOUR
-        time = HeldArray(hours, {"units": "hours since 1970-01-01"})
-        self.arrays = reader.arrays | {"fields": self.fields, "time": time}
+        time = xarray.Variable("time", hours, {"units": "hours since 1970-01-01"})
+        fields = lazy_variable(DIMENSIONS, partial(self.fields.__getitem__, ...), self.shape, self.fields.dtype, {})
+        self.arrays = reader.arrays | {DATASET: fields, "time": time}
 
     def close(self) -> None:
         """Nothing is held open."""
@@ -99,7 +102,7 @@ class SourceYear(YearFile):
         out[:] = frames[:, :channels, rows, columns]
 
 
-def _constant_fields(store: Store) -> dict[str, Any]:
+def _constant_fields(store: Store) -> dict[str, xarray.Variable]:
     """The fields of latitude and longitude alone, which forcings may be, turned as the frames are."""
     found = {}
     order = [store.axes["latitude"], store.axes["longitude"]]
@@ -107,7 +110,7 @@ def _constant_fields(store: Store) -> dict[str, Any]:
         if set(variable.dims) == set(order):
             rows_first = variable.transpose(*order)
             load = partial(store.turn, rows_first)
-            found[name] = LazyArray(load, rows_first.shape, variable.dtype, {})
+            found[name] = lazy_variable(DIMENSIONS[2:], load, rows_first.shape, variable.dtype, {})
     return found
 
 

@@ -12,18 +12,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import xarray
 
 from utils.errors import UsageError, reading
 from weather.fields.channels import QUANTITIES, are_same_units, channel_key
-from weather.fields.coordinates import check_dimensions, read_grid
+from weather.fields.coordinates import LATITUDE, LONGITUDE, check_dimensions, read_grid
 from weather.fields.grid import Grid
 from weather.fields.packing import check_unpacked
-from weather.fields.stored_arrays import dimension_names, get_array, shape_of
 from weather.fields.stored_channels import read_channels
-from weather.fields.time_axis import known_axis, read_time_axis
+from weather.fields.time_axis import TIME_NAMES, known_axis, read_time_axis
 from weather.sources.file_formats import describe_point_list
 
 DATASET = "fields"
+NAMES = (DATASET, "channel", "channel_units", *TIME_NAMES, *LATITUDE.names, *LONGITUDE.names)  # of what is read
 
 
 class Description(NamedTuple):
@@ -57,12 +58,12 @@ class YearFile(ABC):
     """One open year. `read` fills buffers from it.
 
     path: where it can be opened again. fields: an array (T, C, H, W) that slices.
-    arrays: all that it holds, by name; each has a shape, a dtype and attrs, and slices. size: in bytes.
+    arrays: all that it holds, by name. size: in bytes.
     """
 
     path: Path
     fields: Any
-    arrays: Mapping[str, Any]
+    arrays: Mapping[str, xarray.Variable]
     shape: tuple[int, int, int, int]
     size: int
     reads_parts = False  # a part of a frame is read without the rest of it
@@ -112,29 +113,26 @@ class YearFile(ABC):
             out[:, number] = circle[0, :, 0]
         return out
 
-    def _checked(self, fields: Any) -> Any:
-        """The array of the fields, as given. Raises UsageError for anything else."""
+    def _check_fields(self) -> None:
+        """Raise UsageError where there is no array of fields, or it is none."""
         where = f"{self.path}: '{DATASET}'"
-        if fields is None and DATASET in self.arrays:
-            get_array(self, DATASET)  # refuses a link that leads nowhere
-        is_array = hasattr(fields, "dtype")
-        if is_array:
+        fields = self.arrays.get(DATASET)
+        if fields is not None:
             check_unpacked(fields, where)
-        if not is_array or fields.ndim != 4 or fields.dtype.kind != "f":
-            actual = f"has {fields.dtype} {fields.shape}" if is_array else f"has none{self._list_others()}"
-            raise UsageError(f"{self.path}: expected '{DATASET}' [time, channel, lat, lon] of floats; it {actual}")
-        check_dimensions(dimension_names(fields), where)
-        return fields
+        if fields is None or fields.ndim != 4 or fields.dtype.kind != "f":
+            has = f"has {fields.dtype} {fields.shape}" if fields is not None else f"has none{self._list_others()}"
+            raise UsageError(f"{self.path}: expected '{DATASET}' [time, channel, lat, lon] of floats; it {has}")
+        check_dimensions([str(name) for name in fields.dims], where)
 
     def _list_others(self) -> str:
         """The arrays that may be the fields under another name, as the end of a message."""
-        shapes = {name: shape_of(array) for name, array in self.arrays.items()}
-        is_else = describe_point_list({name: shape for name, shape in shapes.items() if shape is not None})
+        shapes = {name: array.shape for name, array in self.arrays.items()}
+        is_else = describe_point_list(shapes)
         if is_else:
             return f": {is_else}"
         found = []
         for name, shape in shapes.items():
-            if shape is not None and len(shape) == 4:
+            if len(shape) == 4:
                 found.append(f"{name} {shape}")
         return f", it holds {', '.join(found)}: rename it to '{DATASET}'" if found else ""
 
@@ -157,10 +155,10 @@ class YearFile(ABC):
         with reading(f"{self.path}: '{name}'"):
             fields = {}
             for known_name, array in self.arrays.items():
-                if getattr(array, "shape", None) == self.shape[2:]:
+                if array.shape == self.shape[2:]:
                     fields[known_name] = array
             if name in fields and fields[name].dtype.kind in "fiu":
-                return np.asarray(fields[name][:], np.float64)
+                return np.asarray(fields[name].values, np.float64)
         known = f"it has {', '.join(fields)}" if fields else "it has no such field"
         raise UsageError(f"{self.path}: no field '{name}' [lat, lon] of numbers; {known}")
 

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xarray
 
 from utils.errors import UsageError, reading
 from weather.fields.channels import BY_NAME
 from weather.sources.remote_store import RemoteObjects, RemoteOptions, is_address
-from weather.years.held_arrays import LazyArray
+from weather.years.held_arrays import lazy_variable
 from weather.years.year_data import DATASET
 
 try:
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
 # Arrays that a store may have beside its fields: asked for one by one where a server does not list what it has.
 COORDINATES = ("time", "channel", "channel_units", "latitude", "longitude", "lat", "lon")
 USUAL_NAMES = (*COORDINATES, "orography", "land", "land_sea_mask")
-
-
-REMEMBERED_BYTES = 2**26  # of an array of a remote store, which is requested whole
 
 
 class ZarrStore:
@@ -54,7 +52,8 @@ class ZarrStore:
             self.source = LocalChunks(Path(address))
             self.store = address
         self.lock = threading.Lock()
-        self.arrays: dict[str, Any] = {}
+        self.arrays: dict[str, xarray.Variable] = {}
+        self.stored: Any = None  # the fields
         self.dates: np.ndarray | None = None  # of all frames, (T,) datetime64[s], once a year was looked for
         try:
             with reading(f"{address}: Zarr"):
@@ -68,34 +67,26 @@ class ZarrStore:
 
     def _has_sources(self) -> bool:
         """Find the arrays; tell whether they are ERA5's variables, and not ours."""
-        # On a file system all arrays are looked at.
-        if not self.is_remote:
-            self.arrays = dict(self.group.arrays())
-            known = [name for name in self.arrays if name.lower() in BY_NAME]
-            return DATASET not in self.arrays and bool(known)
-        if DATASET not in self.group:  # to look at all variables of a large store would take a request for each
+        # To look at all variables of a large store elsewhere would take a request for each.
+        if self.is_remote and DATASET not in self.group:
             return True
-        if self.store.supports_listing:
-            self.arrays = dict(self.group.arrays())
+        lists = not self.is_remote or self.store.supports_listing
+        found: dict[str, Any] = dict(self.group.arrays()) if lists else {}
+        known = [name for name in found if name.lower() in BY_NAME]
+        if known and DATASET not in found and not self.is_remote:
+            return True
         # A server that lists nothing is asked for the usual names.
-        if DATASET not in self.arrays:
+        if self.is_remote and DATASET not in found:
             names = [DATASET, *(name for name in USUAL_NAMES if name in self.group)]
-            self.arrays = {name: self.group[name] for name in names}
-        self._remember_small_arrays()
+            found = {name: self.group[name] for name in names}
+        self.stored = found.get(DATASET)
+        self.arrays = {name: _as_variable(array) for name, array in found.items()}
         return False
-
-    def _remember_small_arrays(self) -> None:
-        """Let each array but the fields be requested once, and not anew for every year of the store."""
-        for name, array in self.arrays.items():
-            is_small = array.nbytes <= REMEMBERED_BYTES
-            if name != DATASET and is_small:
-                load = partial(array.__getitem__, slice(None))
-                self.arrays[name] = LazyArray(load, array.shape, array.dtype, dict(array.attrs))
 
     @cached_property
     def size(self) -> int:
         """Bytes of the fields; of a store that is elsewhere as if they were not compressed: to ask takes too long."""
-        fields = self.arrays[DATASET]
+        fields = self.stored
         return fields.nbytes if self.is_remote else fields.nbytes_stored()
 
     @cached_property
@@ -103,7 +94,7 @@ class ZarrStore:
         """The reader of the fields. Raises UsageError where chunks of them were never written."""
         # Once for all years: it looks at the names of all chunks.
         with reading(f"{self.address}: Zarr"):
-            reader = ChunkReader(chunk_layout(self.arrays[DATASET]), self.source, self.address)
+            reader = ChunkReader(chunk_layout(self.stored), self.source, self.address)
             missing = reader.count_missing()
         if missing:
             what = f"{missing} chunks of '{DATASET}' were never written: the store was not finished"
@@ -116,3 +107,14 @@ class ZarrStore:
         from weather.years.source_year import open_source
 
         return open_source(self.address, self.store if self.is_remote else None)
+
+
+def _as_variable(array: Any) -> xarray.Variable:
+    """An array of zarr as a variable, whose values are requested once, and not anew for every year of the store."""
+    names = getattr(array.metadata, "dimension_names", None)  # format 3
+    names = names or array.attrs.get("_ARRAY_DIMENSIONS")  # format 2, by xarray
+    if not names or len(names) != array.ndim:
+        names = [None] * array.ndim
+    dims = [str(name or f"dim{number}") for number, name in enumerate(names)]
+    load = partial(array.__getitem__, ...)
+    return lazy_variable(dims, load, array.shape, array.dtype, array.attrs)

@@ -11,8 +11,8 @@ import numpy as np
 
 from utils.errors import UsageError
 from weather.fields.grid import years_of
-from weather.years.held_arrays import Frames, HeldArray
-from weather.years.year_data import DATASET, YearFile, file_times
+from weather.years.held_arrays import Frames
+from weather.years.year_data import YearFile, file_times
 from weather.years.zarr_store import ZarrStore
 
 warnings.filterwarnings("ignore", message=".*does not have a Zarr V3 specification")  # text
@@ -24,7 +24,8 @@ class ZarrYear(YearFile):
     def __init__(self, path: Path, store: ZarrStore, year: int | None = None):
         self.path = path
         self.arrays = store.arrays
-        self.stored = self._checked(self.arrays.get(DATASET))
+        self._check_fields()
+        self.stored = store.stored
         self.chunks = store.chunks
         self.fields = self.stored
         self.shape = self.stored.shape
@@ -49,14 +50,10 @@ class ZarrYear(YearFile):
         if end - self.first != len(chosen):
             raise UsageError(f"{self.path}: frames of other years lie between those of {year}: sort it by time")
         self.shape = (len(chosen), *self.stored.shape[1:])
-        self.fields = Frames(self, self.stored.attrs)
+        self.fields = Frames(self)
         # The other arrays do not change with time, and are those of the store.
-        own = dict(self.arrays)
-        own[DATASET] = self.fields
-        if "time" in own:
-            time = own["time"]
-            own["time"] = HeldArray(time[self.first : end], dict(time.attrs))
-        self.arrays = own
+        if "time" in self.arrays:
+            self.arrays = {**self.arrays, "time": self.arrays["time"][self.first : end]}
 
     def _read(
         self,
