@@ -27,12 +27,7 @@ class Hdf5Year(YearFile):
         with contextlib.ExitStack() as opened, reading(f"{path}: HDF5 (truncated or damaged?)"):
             file = opened.enter_context(open_hdf5(path))
             self.arrays = read_variables(DummyFileManager(file), file)
-            for name, item in file.items():
-                if item is None and name.lower() in NAMES:
-                    raise UsageError(
-                        f"{path}: its `{name}` is a link to something that is not there: "
-                        "bring that back to its place, or copy it into the file"
-                    )
+            _check_names(file, path)
             self._check_fields()
             self.fields = file[DATASET]
             self.shape = self.fields.shape
@@ -85,3 +80,16 @@ class Hdf5Year(YearFile):
                 raise EOFError("the file was truncated")
             view = view[count:]
             position += count
+
+
+def _check_names(file: h5py.File, path: Path) -> None:
+    """Raise UsageError where a name of what is read is no array."""
+    for name, item in file.items():
+        if name.lower() not in NAMES or isinstance(item, h5py.Dataset):
+            continue
+        if item is not None:
+            raise UsageError(f"{path}: '{name}' cannot be read: it is a group, and no array")
+        raise UsageError(
+            f"{path}: its `{name}` is a link to something that is not there: bring that back to its place, or copy it "
+            "into the file"
+        )
