@@ -16,7 +16,7 @@ SHOWN = 3  # sources in a message
 KEPT_BYTES = 2 * 2**30  # of decoded frames, at most
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Holders:
     """Where the frames of one quantity at one level lie, in the order of their dates.
 
@@ -175,58 +175,33 @@ class Index:
         A value is of the first source that holds the instant; where that one has NaN, of the next one.
         """
         levels = self.needed[quantity]
-        found = [self.holders[quantity, level].find(times) for level in levels]
-        first = np.stack([entries for entries, _ in found], axis=1)  # (T, L)
-        counts = np.stack([count for _, count in found], axis=1)  # (T, L)
-
-        # First the first source of each instant, then others for what is NaN.
+        shape = len(times), len(levels)
         rows = len(self.stores[0].latitude)
         columns = len(self.stores[0].longitude)
-        values = np.empty((*first.shape, rows, columns), np.float32)
-        sources = np.full(first.shape, -1)
-        for attempt in range(counts.max()):
-            wanted = counts > attempt
-            if attempt > 0:
-                wanted &= np.isnan(values).any((-2, -1))
-            for number, frames in self._places(quantity, first + attempt, wanted).items():
-                self._fill(quantity, number, frames, values, sources)
+        values = np.empty((*shape, rows, columns), np.float32)
+        sources = np.full(shape, -1)
+        # Levels that lie in the same sources are read at once.
+        places: dict[Holders, list[int]] = {}
+        for place, level in enumerate(levels):
+            places.setdefault(self.holders[quantity, level], []).append(place)
+        for holders, of_levels in places.items():
+            first, counts = holders.find(times)
+            # First the first source of each instant, then others for what is NaN.
+            for attempt in range(counts.max()):
+                wanted = counts > attempt
+                if attempt > 0:
+                    wanted &= np.isnan(values[:, of_levels]).any((1, 2, 3))
+                frames = np.flatnonzero(wanted)
+                entries = first[frames] + attempt
+                for number in np.unique(holders.stores[entries]).tolist():
+                    is_here = holders.stores[entries] == number
+                    of_store = holders.frames[entries[is_here]]
+                    read = self.blocks.read(number, quantity, [levels[i] for i in of_levels], of_store)
+                    here = np.ix_(frames[is_here], of_levels)
+                    if attempt > 0:  # what was read before stays, unless it is NaN
+                        before = values[here]
+                        read = np.where(np.isnan(before), read, before)
+                    else:
+                        sources[here] = number
+                    values[here] = read
         return values, sources
-
-    def _places(self, quantity: str, entries: np.ndarray, wanted: np.ndarray) -> dict[int, np.ndarray]:
-        """{source: its frames (T, L), -1 where nothing is wanted of it}, of the Holders' entries (T, L)."""
-        places: dict[int, np.ndarray] = {}
-        for i, level in enumerate(self.needed[quantity]):
-            holders = self.holders[quantity, level]
-            for row in np.flatnonzero(wanted[:, i]):
-                entry = entries[row, i]
-                of_source = places.setdefault(int(holders.stores[entry]), np.full(entries.shape, -1))
-                of_source[row, i] = holders.frames[entry]
-        return dict(sorted(places.items()))
-
-    def _fill(
-        self,
-        quantity: str,
-        number: int,
-        frames: np.ndarray,
-        values: np.ndarray,
-        sources: np.ndarray,
-    ) -> None:
-        """Read frames (T, L) of a source, all of its levels at once, into values where they are not known yet."""
-        chosen = frames >= 0
-        rows = np.flatnonzero(chosen.any(axis=1))
-        columns = np.flatnonzero(chosen.any(axis=0)).tolist()
-        # A store has one frame for an instant, whatever the level.
-        of_store = frames[rows].max(axis=1)
-        levels = [self.needed[quantity][i] for i in columns]
-        read = self.blocks.read(number, quantity, levels, of_store)
-        for k, i in enumerate(columns):
-            for place, row in enumerate(rows):
-                if not chosen[row, i]:
-                    continue
-                field = read[place, k]
-                if sources[row, i] < 0:
-                    values[row, i] = field
-                    sources[row, i] = number
-                else:  # what was read before stays, unless it is NaN
-                    before = values[row, i]
-                    values[row, i] = np.where(np.isnan(before), field, before)
