@@ -30,9 +30,10 @@ from tests.support.era5_examples import (
 )
 from tests.support.refusals import refusal
 from weather.fields.grid import frame_times
+from weather.fields.humidity import relative_humidity
 from weather.prepare_era5 import Era5
 from weather.sample.atmosphere import GRAVITY
-from weather.sources import hdf5
+from weather.sources import hdf5, store
 from weather.sources.source import Source
 from weather.sources.store import Store
 
@@ -256,6 +257,22 @@ def test_grib_is_read_and_nothing_is_left_beside_it(tmp_path):
     convert(sources, tmp_path / "out")
     check_values(tmp_path / "out", tolerance=1e-3)
     assert sorted(path.name for path in folder.iterdir()) == ["levels.nc", "surface.grib"]
+
+
+def test_humidity_is_derived_from_a_file_that_opens_as_a_source_for_each_variable(tmp_path, monkeypatch):
+    """As GRIB does."""
+    data = build()
+    q = 2e-4 * (1 + np.random.default_rng(0).random(data.t.shape, np.float32))
+    data = data.drop_vars("r").assign(q=(data.t.dims, q, {"units": "kg kg**-1"}), other=data.t2m)
+    sources = [Source("a.grib", data[[name]].variables) for name in data]
+    monkeypatch.setattr(store, "open_source", lambda address: sources)
+    era5 = Era5(["a.grib"])
+    assert era5.derived and len(era5.stores) == len(data.data_vars) - 1  # nobody asked for the other one
+    times = frame_times(1980, 0, FRAMES)
+    era5.check(times)
+    frames = era5.frames(times)
+    expected = relative_humidity(q[FRAMES : 2 * FRAMES, LEVELS.index(500)], TRUTH[1980][:, C["t500"]], 500 * 100)
+    np.testing.assert_allclose(frames[:, C["r500"]], expected, rtol=1e-5)
 
 
 def test_grib_that_is_cut_off_is_refused(tmp_path):

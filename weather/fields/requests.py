@@ -114,3 +114,8 @@ def humidity_sources(request: Request) -> list[Request]:
 
 
 ERA5_REQUESTS = [request_of(*channel_key(channel.name)) for channel in CHANNELS]
+# What sources of ERA5 are looked through for: the channels, and what humidity may be derived from.
+ERA5_SOUGHT = list(ERA5_REQUESTS)
+for _request in ERA5_REQUESTS:
+    if _request.quantity == "r":
+        ERA5_SOUGHT += humidity_sources(_request)

@@ -11,7 +11,7 @@ from weather.fields.channels import Channel, describe, value_range
 from weather.fields.dates import minute
 from weather.fields.grid import HOUR, Grid
 from weather.fields.humidity import relative_humidity
-from weather.fields.requests import ERA5_REQUESTS, Request, humidity_sources
+from weather.fields.requests import ERA5_REQUESTS, ERA5_SOUGHT, Request, humidity_sources
 from weather.fields.value_check import Key, Problem, ValueCheck
 from weather.sources.index import KEPT_BYTES, Index
 from weather.sources.store import Store, check_same_grid, open_stores
@@ -50,9 +50,10 @@ class SourceData:
         self.is_era5 = is_era5
         self.step = step
         self.most_bytes = kept_bytes
+        sought = ERA5_SOUGHT if is_era5 else requests
         self.stores: list[Store] = []
         for address in addresses:
-            opened = [address] if isinstance(address, Store) else open_stores(str(address), requests, is_era5)
+            opened = [address] if isinstance(address, Store) else open_stores(str(address), sought, is_era5)
             self.stores += opened
         # Points are averaged after reading, so that all sources have one grid first.
         check_same_grid(self.stores)

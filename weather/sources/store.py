@@ -9,7 +9,7 @@ from utils.errors import UsageError, nearest
 from weather.fields.channels import ERA5, QUANTITIES, conversion, units_of
 from weather.fields.dates import minute
 from weather.fields.grid import check_global, check_latitudes, order_longitudes
-from weather.fields.requests import ERA5_REQUESTS, Request, humidity_sources
+from weather.fields.requests import ERA5_SOUGHT, Request
 from weather.sources.attributes import check_packing, check_stated_range
 from weather.sources.axes import Axes, find_axes, level_units, read_numbers, read_times
 from weather.sources.opening import open_source
@@ -35,15 +35,10 @@ class Store:
     Raises UsageError where it has no such grid.
     """
 
-    def __init__(self, source: Source, requests: Sequence[Request] = ERA5_REQUESTS, is_era5: bool = True):
+    def __init__(self, source: Source, requests: Sequence[Request] = ERA5_SOUGHT, is_era5: bool = True):
         self.source = source
         self.address = source.address
-        # Humidity is looked for with what it may be derived from.
-        wanted = list(requests)
-        for request in requests:
-            if is_era5 and request.quantity == "r":
-                wanted += humidity_sources(request)
-        self.requests = {request.variable: request for request in wanted}
+        self.requests = {request.variable: request for request in requests}
         self.is_era5 = is_era5
         with reading_quietly(f"{self.address}: its coordinates"):
             self.axes = self._find_axes()
@@ -166,7 +161,9 @@ class Store:
         variables = self.source.variables
         found = {}
         for request in self.requests.values():
-            for name in find_candidates(variables, request):
+            names = find_candidates(variables, request)
+            # Of a user's variables other names are a last resort; they may lie on another grid.
+            for name in names if self.is_era5 else names[:1]:
                 found[name] = variables[name]
         # The root of a store of groups has no fields, and often no dimensions.
         if not found:
@@ -327,7 +324,7 @@ class Store:
             raise UsageError(f"{error}: convert it, or, {other}") from None
 
 
-def open_stores(address: str, requests: Sequence[Request] = ERA5_REQUESTS, is_era5: bool = True) -> list[Store]:
+def open_stores(address: str, requests: Sequence[Request] = ERA5_SOUGHT, is_era5: bool = True) -> list[Store]:
     """The stores at an address: one, or one for each variable of a GRIB file. Other arguments as of Store.
 
     Raises UsageError.
