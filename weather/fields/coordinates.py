@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import xarray
 
 from utils.errors import UsageError, reading
 from weather.fields.grid import Grid, check_degrees, latitudes, longitudes
@@ -109,8 +110,7 @@ def _described(file: StoredArrays, axis: Axis) -> list[str]:
             has_units = text_attribute(array, "units").lower() in axis.units
             has_name = text_attribute(array, "standard_name") == axis.name
             # A rotated grid has latitudes in degrees too, of another pole.
-            is_other = text_attribute(array, "standard_name") in axis.others or name.lower() in axis.others
-            if (has_units or has_name) and not is_other:
+            if (has_units or has_name) and not _is_other(name, array, axis):
                 found.append(name)
     return found
 
@@ -119,11 +119,12 @@ def _check_no_other(file: StoredArrays, axis: Axis) -> None:
     """Raise UsageError where the file has coordinates of another kind in place of this one."""
     points = file.shape[2 + axis.number]
     for name, array in file.arrays.items():
-        if array.shape != (points,):
-            continue
-        standard_name = text_attribute(array, "standard_name")
-        if standard_name in axis.others or name.lower() in axis.others:
+        if array.shape == (points,) and _is_other(name, array, axis):
             raise UsageError(f"{file.path}: its `{name}` is of a rotated or projected grid, no {axis.name}: {REGRID}")
+
+
+def _is_other(name: str, array: xarray.Variable, axis: Axis) -> bool:
+    return text_attribute(array, "standard_name") in axis.others or name.lower() in axis.others
 
 
 def _read(file: StoredArrays, name: str, axis: Axis) -> np.ndarray:

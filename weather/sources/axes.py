@@ -19,7 +19,6 @@ STANDARD_NAMES = {
     "longitude": "longitude",
 }
 UNSTRUCTURED = ("values", "cell", "ncells")  # dimensions of grids that are none of rows and columns
-HIGHEST_PRESSURE = 1100  # hPa; what is above is in Pa
 
 Variables = Mapping[str, xarray.Variable]
 Axes = Mapping[str, str | None]  # {ours: the name of their dimension, or of a single value, or None}
@@ -155,11 +154,3 @@ def read_numbers(address: str, name: str | None, variables: Variables) -> np.nda
     decoded = decode_cf_variable(name, variables[name], decode_times=False)
     values = decoded.values.reshape(-1).astype(np.float64)
     return values.round(5)
-
-
-def level_units(name: str, stated: str, values: np.ndarray) -> str:
-    """The units of pressure levels: as stated; else Pa where the name says so, or hPa holds no such values."""
-    if stated:
-        return stated
-    is_pascal = name.lower().endswith("inpa") or values.max() > HIGHEST_PRESSURE
-    return "Pa" if is_pascal else "hPa"

@@ -6,12 +6,12 @@ import numpy as np
 import xarray
 
 from utils.errors import UsageError, nearest
-from weather.fields.channels import ERA5, QUANTITIES, conversion, units_of
+from weather.fields.channels import ERA5, HIGHEST_HPA, QUANTITIES, conversion, units_of
 from weather.fields.dates import minute
 from weather.fields.grid import check_global, check_latitudes, order_longitudes
 from weather.fields.requests import ERA5_SOUGHT, Request
 from weather.sources.attributes import check_packing, check_stated_range
-from weather.sources.axes import Axes, find_axes, level_units, read_numbers, read_times
+from weather.sources.axes import Axes, find_axes, read_numbers, read_times
 from weather.sources.opening import open_source
 from weather.sources.source import Source, reading_quietly
 from weather.sources.variables import VERSIONS, Field, find_candidates, make_field, read_field
@@ -247,8 +247,10 @@ class Store:
         is_pressure = stated.lower() in pressures if stated else name.lower() in names
         if not is_pressure and not self.is_era5:
             return values.tolist()
+        # Without units they are in Pa where the name says so, or hPa holds no such values.
+        is_pascal = name.lower().endswith("inpa") or values.max() > HIGHEST_HPA
+        units = stated or ("Pa" if is_pascal else "hPa")
         # Levels are compared as numbers, so 85000 Pa must become 850 exactly.
-        units = level_units(name, stated, values)
         factor, _ = conversion(f"{self.address}: its pressure levels have", units, "hPa")
         return [round(factor * level, 5) for level in values.tolist()]
 

@@ -6,17 +6,15 @@ Its frames are our 20 channels at 00, 06, 12 and 18 UTC, rows from the north, co
 import threading
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xarray
 
-from utils.errors import UsageError, first_line, reading
+from utils.errors import UsageError, reading
 from weather.fields.channels import CHANNELS
 from weather.fields.grid import HOUR, years_of
 from weather.sources.data import Era5
-from weather.sources.store import Store, open_stores
-from weather.sources.zarr_source import open_zarr_source
+from weather.sources.store import Store
 from weather.years.held_arrays import Frames, lazy_variable
 from weather.years.year_data import DATASET, YearFile
 
@@ -112,14 +110,3 @@ def _constant_fields(store: Store) -> dict[str, xarray.Variable]:
             load = partial(store.turn, rows_first)
             found[name] = lazy_variable(DIMENSIONS[2:], load, rows_first.shape, variable.dtype, {})
     return found
-
-
-def open_source(address: str, store: Any = None) -> SourceReader:
-    """Open a store with ERA5's variables. store: as zarr reads it, where it is elsewhere. Raises UsageError."""
-    if store is None:
-        return SourceReader(open_stores(address)[0])
-    try:
-        source = open_zarr_source(address, store)
-    except ValueError as error:
-        raise UsageError(f"{address}: cannot be opened as Zarr: {first_line(error)}") from error
-    return SourceReader(Store(source))

@@ -1,17 +1,18 @@
 """An open Zarr store, here or elsewhere: in our own layout, or with the variables of ERA5 in the names of others."""
 
-import threading
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xarray
 
-from utils.errors import UsageError, reading
+from utils.errors import UsageError, reading, reported_as_usage_error
 from weather.fields.channels import BY_NAME
 from weather.sources.remote_store import RemoteObjects, RemoteOptions, is_address
+from weather.sources.store import Store
 from weather.years.held_arrays import lazy_variable
+from weather.years.source_year import SourceReader
 from weather.years.year_data import DATASET
 
 try:
@@ -21,11 +22,9 @@ try:
     from weather.sources.chunk_sources import ChunkSource, LocalChunks
     from weather.sources.remote_zarr import RemoteZarrStore
     from weather.sources.zarr_layout import chunk_layout
+    from weather.sources.zarr_source import open_zarr_source
 except ImportError as error:
     raise UsageError(f"a Zarr store needs the package zarr ({error}): pip install -r requirements/era5.txt") from None
-
-if TYPE_CHECKING:
-    from weather.years.source_year import SourceReader
 
 # Arrays that a store may have beside its fields: asked for one by one where a server does not list what it has.
 COORDINATES = ("time", "channel", "channel_units", "latitude", "longitude", "lat", "lon")
@@ -51,7 +50,6 @@ class ZarrStore:
         else:
             self.source = LocalChunks(Path(address))
             self.store = address
-        self.lock = threading.Lock()
         self.arrays: dict[str, xarray.Variable] = {}
         self.stored: Any = None  # the fields
         self.dates: np.ndarray | None = None  # of all frames, (T,) datetime64[s], once a year was looked for
@@ -102,11 +100,11 @@ class ZarrStore:
         return reader
 
     @cached_property
-    def era5(self) -> "SourceReader":
+    def era5(self) -> SourceReader:
         """The store as the converter reads it. Raises UsageError."""
-        from weather.years.source_year import open_source
-
-        return open_source(self.address, self.store if self.is_remote else None)
+        with reported_as_usage_error(ValueError, f"{self.address}: cannot be opened as Zarr"):
+            source = open_zarr_source(self.address, self.store if self.is_remote else None)
+        return SourceReader(Store(source))
 
 
 def _as_variable(array: Any) -> xarray.Variable:
