@@ -392,4 +392,4 @@ def test_the_memory_of_decoded_chunks_is_bounded(tmp_path):
         for i, time in enumerate(frame_times(year, 0, FRAMES)):
             assert np.array_equal(era5.frames(time[None])[0], TRUTH[year][i])
             most = max(most, sum(block.values.nbytes for block in era5.index.blocks.blocks.values()))
-    assert most == three_frames == era5.kept_bytes()
+    assert most == three_frames == era5.index.kept_bytes()

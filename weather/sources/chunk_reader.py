@@ -33,6 +33,12 @@ class ChunkReader:
         self.buffers = ThreadBuffers()
         self.indexes: dict[Coords, np.ndarray] = {}  # of the shards that were read, (*chunks, 2): offset, length
 
+    def check_written(self, name: str, wanted: Sequence[np.ndarray | None] | None = None) -> None:
+        """Raise UsageError where chunks were never written. name: of the array. wanted: as of count_missing."""
+        missing = self.count_missing(wanted)
+        if missing:
+            raise UsageError(f"{self.store}: {missing} chunks of {name} were never written: the store was not finished")
+
     def count_missing(self, wanted: Sequence[np.ndarray | None] | None = None) -> int:
         """The number of chunks that were never written, as far as the names of the objects and their indexes tell.
 

@@ -148,15 +148,11 @@ class SourceData:
         """Raises UsageError if no source holds one of `times` (datetime64[s]), or parts of it were never written."""
         self.index.check(times)
 
-    def kept_bytes(self) -> int:
-        """The most bytes of decoded frames that are kept, 0 where chunks hold one frame."""
-        return self.index.kept_bytes()
-
     def announce(self) -> None:
         """Print what is derived, and how much memory is used beside that of the frames, of ERA5's many frames."""
         if self.derived:
             print("relative humidity: derived from specific humidity and temperature")
-        kept = self.kept_bytes()
+        kept = self.index.kept_bytes()
         if self.is_era5 and kept:
             size = f"{kept / 1e9:.1f} GB" if kept > 1e8 else f"{kept / 1e6:.1f} MB"
             print(f"chunks hold several frames: keeps up to {size} of decoded chunks")

@@ -93,10 +93,7 @@ class ZarrStore:
         # Once for all years: it looks at the names of all chunks.
         with reading(f"{self.address}: Zarr"):
             reader = ChunkReader(chunk_layout(self.stored), self.source, self.address)
-            missing = reader.count_missing()
-        if missing:
-            what = f"{missing} chunks of '{DATASET}' were never written: the store was not finished"
-            raise UsageError(f"{self.address}: {what}")
+            reader.check_written(f"'{DATASET}'")
         return reader
 
     @cached_property
