@@ -23,7 +23,7 @@ from utils import agreement, comm, connection
 from utils.config import SCRIPTS
 from utils.errors import ArgumentParser, int_in_range
 from utils.launch import read_launch
-from weather.climate_quantiles import read_quantiles
+from weather.convert.climate_quantiles import read_quantiles
 
 # A split of the data is named by a key of the config: {--split: key}.
 DATA = {"test": "inf_data_path", "valid": "valid_data_path", "train": "train_data_path"}

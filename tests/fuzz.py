@@ -42,10 +42,10 @@ from training.run_folder import read_summary
 from utils.config import Config, load_config
 from utils.errors import UsageError
 from utils.launch import read_launch
-from weather.dataset import FieldDataset
+from weather.checks.statistics import read_statistics
 from weather.prepare_era5 import Era5
 from weather.sample_data import make_sample_data
-from weather.statistics import read_statistics
+from weather.years.dataset import FieldDataset
 
 HOSTILE = [
     "", "0", "-1", "-0.0", "nan", "inf", "-inf", "1e400", "1e-400", "99999999999999999999", "2147483648", "0x10",

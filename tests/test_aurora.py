@@ -16,7 +16,7 @@ from tools.planner.validate import differ
 from training.assembly import random_batch
 from training.model import build_model
 from utils.config import check_config, read_named_config
-from weather.forcings import time_fractions
+from weather.years.forcings import time_fractions
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("aurora") is None, reason="microsoft-aurora is not installed")
 LAYOUTS = ["domain2", "domain3", "domain2x2", "dp2,data_parallel=fsdp", "domain2xdp2,data_parallel=fsdp"]

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from tests.support.refusals import refusal
-from weather import climate_quantiles
-from weather.climate_quantiles import QUANTILES, read_quantiles
-from weather.climate_quantiles import climate_quantiles as quantiles_of
+from weather.convert import climate_quantiles
+from weather.convert.climate_quantiles import QUANTILES, read_quantiles
+from weather.convert.climate_quantiles import climate_quantiles as quantiles_of
 from weather.sample_data import make_sample_data
 from weather.year_files import main as make_statistics
-from weather.year_reader import open_year
+from weather.years.year_reader import open_year
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,12 @@ import torch
 from tests.support import programs
 from tests.support.refusals import refusal
 from training.tasks import build_task
-from weather import data_check, year_files
-from weather.channels import CHANNELS, channel_key, channel_of, value_range
-from weather.data_check import PLACES, DataCheck
-from weather.dataset import FieldDataset
-from weather.value_check import ValueCheck
+from weather import year_files
+from weather.checks import data_check
+from weather.checks.data_check import PLACES, DataCheck
+from weather.fields.channels import CHANNELS, channel_key, channel_of, value_range
+from weather.fields.value_check import ValueCheck
+from weather.years.dataset import FieldDataset
 
 NAMES = [channel.name for channel in CHANNELS]
 C = {name: number for number, name in enumerate(NAMES)}

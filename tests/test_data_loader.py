@@ -11,7 +11,7 @@ import torch
 from tests.support.refusals import refusal
 from training.tasks import build_task
 from utils.sample_order import Order, training_indices
-from weather.dataset import FieldDataset
+from weather.years.dataset import FieldDataset
 
 CPU = torch.device("cpu")
 

@@ -23,8 +23,8 @@ from tests.support.workers import NAME
 from tests.test_data_loader import write_years
 from training.tasks import build_task
 from training.tasks.forecast import loader_class
-from weather.dataset import FieldDataset
-from weather.statistics import Statistics
+from weather.checks.statistics import Statistics
+from weather.years.dataset import FieldDataset
 
 CPU = torch.device("cpu")
 absent = find_spec("nvidia") is None or find_spec("nvidia.dali") is None

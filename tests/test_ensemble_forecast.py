@@ -28,7 +28,7 @@ from tools.forecasting.ensembles import LeadTimeEnsembles
 from tools.forecasting.forecast_file import ForecastFile
 from training.metrics import latitude_weights
 from training.rollout import Rollout
-from weather.climate_quantiles import QUANTILES
+from weather.convert.climate_quantiles import QUANTILES
 
 MEMBERS = 3
 WORDS = ["--lead_hours=18", "--starts=2"]

@@ -7,7 +7,7 @@ import xarray
 
 from training.ensemble_metrics import EnsembleMetrics, quantiles_of_maps
 from training.metrics import latitude_weights
-from weather.climate_quantiles import QUANTILES
+from weather.convert.climate_quantiles import QUANTILES
 
 WHY = "pip install -r requirements/dev.txt"
 LATITUDE = np.linspace(80, -80, 9)

@@ -10,9 +10,9 @@ from training.tasks import build_task
 from utils import comm
 from utils.data_loader import DataLoader
 from utils.errors import UsageError
-from weather.dataset import FieldDataset
-from weather.forcings import Forcings
-from weather.grid import latitudes, longitudes
+from weather.fields.grid import latitudes, longitudes
+from weather.years.dataset import FieldDataset
+from weather.years.forcings import Forcings
 
 CPU = torch.device("cpu")
 SIZE = (16, 32)
@@ -34,7 +34,7 @@ def made(dataset, names):
 def test_they_are_the_sun_s_time_the_latitude_and_fields_of_the_file(dataset):
     found = made(dataset, ALL)(DATES).double().numpy()
     assert found.shape == (2, 2 + 2 * 4, *SIZE)
-    orography = dataset.files[0].arrays["orography"][:].astype(float)
+    orography = dataset.files[0].arrays["orography"].values.astype(float)
     np.testing.assert_allclose(found[1, 0], (orography - orography.mean()) / orography.std(), atol=1e-5)
     np.testing.assert_allclose(found[0, 1], np.sin(np.deg2rad(latitudes(16)))[:, None].repeat(32, 1), atol=1e-6)
     for i, j in np.ndindex(2, 2):

@@ -33,7 +33,7 @@ from training.metrics import latitude_weights
 from training.model import build_model
 from training.rollout import Rollout
 from utils.errors import os_errors_as_usage_errors
-from weather.channels import CHANNELS
+from weather.fields.channels import CHANNELS
 
 NAMES = [channel.name for channel in CHANNELS]
 START = np.datetime64("1982-01-02T06")

@@ -9,7 +9,7 @@ from xarray.backends import H5NetCDFStore
 
 from tools.forecasting.forecast_file import FileKind
 from tools.forecasting.output_files import LAYOUTS, file_name
-from weather.grid import Grid, latitudes, longitudes
+from weather.fields.grid import Grid, latitudes, longitudes
 
 START = np.datetime64("1982-01-02T06", "s")
 LEADS = [6, 12, 18]

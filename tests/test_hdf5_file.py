@@ -12,10 +12,10 @@ import xarray
 
 from tests.support.refusals import refusal
 from tools.forecasting.forecast_file import FileKind
-from weather.dataset import FieldDataset
-from weather.grid import Grid
-from weather.hdf5_file import make_hdf5
-from weather.year_reader import open_year, year_paths
+from weather.fields.grid import Grid
+from weather.sources.hdf5 import make_hdf5
+from weather.years.dataset import FieldDataset
+from weather.years.year_reader import open_year, year_paths
 
 FIELDS = np.random.default_rng(0).standard_normal((8, 2, 4, 8), dtype=np.float32)
 

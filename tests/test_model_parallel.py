@@ -22,7 +22,7 @@ from tests.support.layout_parity import (
 from tests.support.marks import slow_but
 from training.tasks import build_task
 from utils import comm
-from weather.dataset import FieldDataset
+from weather.years.dataset import FieldDataset
 
 # 9 x 10 patches: rows that no number of ranks divides.
 SIZES = {

@@ -13,8 +13,8 @@ import xarray
 from docs.examples.own_region import HEIGHT, NORTH, PACKED, STEP, WIDTH, region
 from tests.support import programs
 from tests.support.refusals import refusal
-from weather.dataset import FieldDataset
 from weather.prepare_data import main
+from weather.years.dataset import FieldDataset
 
 H, W, FRAMES = HEIGHT, WIDTH, 40
 VARIABLES = ("t2m", "u10", "swh")
@@ -112,6 +112,22 @@ def test_levels_other_names_and_several_sources(tmp_path):
     truth = [data.u10 + 2, data.u10 + 1, data.swh + 2, data.swh]
     np.testing.assert_allclose(read(out, "valid"), np.stack(truth, 1)[24:32], rtol=1e-6)
     assert len(read(out, "test")) == 8
+
+
+def test_two_channels_of_one_variable_are_both_written(tmp_path):
+    data = region()
+    out = prepare(save(data, tmp_path), tmp_path, variables=("waves=swh", "t2m", "swell=swh"))
+    truth = np.stack([data[name].values for name in ("swh", "t2m", "swh")], 1)
+    np.testing.assert_allclose(read(out), truth[:32], atol=1e-4)
+
+
+def test_levels_may_be_variables_of_their_own(tmp_path):
+    data = region().rename(u10="u500", t2m="u_850")
+    data.u_850.attrs["units"] = "m s-1"
+    out = prepare(save(data, tmp_path), tmp_path, variables=("u:500",))
+    np.testing.assert_allclose(read(out)[:, 0], data.u500.values[:32], atol=1e-4)
+    with refusal("has the level .*50* alone: ask for 'u' without ':700'"):
+        prepare(save(data, tmp_path), tmp_path / "none", variables=("u:700",))
 
 
 # ---- what is refused

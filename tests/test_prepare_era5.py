@@ -25,12 +25,13 @@ from tests.support.era5_examples import (
     wb2_regridded,
 )
 from tests.test_sample_data import check_year_file
-from weather import prepare_era5, training_statistics
-from weather.atmosphere import GRAVITY
-from weather.dataset import FieldDataset
-from weather.humidity import relative_humidity
+from weather import prepare_era5
+from weather.checks.statistics import read_statistics
+from weather.convert import training_statistics
+from weather.fields.humidity import relative_humidity
 from weather.prepare_era5 import Era5
-from weather.statistics import read_statistics
+from weather.sample.atmosphere import GRAVITY
+from weather.years.dataset import FieldDataset
 
 
 def read(out, year):

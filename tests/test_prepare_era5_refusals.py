@@ -12,10 +12,10 @@ from tests.support.era5_examples import H, W, build, convert, reference_hours, s
 from tests.support.full_disk import fill_disk
 from tests.support.refusals import refusal
 from utils.errors import os_errors_as_usage_errors
-from weather import data_set_writer
-from weather.remote_store import RemoteOptions
-from weather.zarr_store import ZarrStore
-from weather.zarr_year import ZarrYear
+from weather.convert import data_set_writer
+from weather.sources.remote_store import RemoteOptions
+from weather.years.zarr_store import ZarrStore
+from weather.years.zarr_year import ZarrYear
 
 
 def put(data, name, value, **where):
@@ -80,7 +80,7 @@ REFUSALS = {
     ),
     "a date that is none": (
         lambda d: d.assign_coords(valid_time=[*d.valid_time.values[:31], np.datetime64("NaT")]),
-        "its valid_time holds no date at index 31",
+        "its valid_time holds no date at frame 31",
     ),
     "days without leap days": (
         lambda d: calendar(d, "noleap"),
@@ -89,7 +89,7 @@ REFUSALS = {
     "months of 30 days": (lambda d: calendar(d, "360_day"), "has the calendar '360_day', and the standard one"),
     "dates without units": (
         lambda d: d.assign_coords(valid_time=reference_hours(d)),
-        "is not in dates of the standard calendar: it has no units, needed are such as 'hours since 1970-01-01'",
+        "its valid_time has no units: give it the attribute units, such as 'hours since 1970-01-01'",
     ),
     "dates out of reach": (
         lambda d: d.assign_coords(
@@ -227,7 +227,7 @@ def test_a_disk_that_fills_is_one_line_and_what_is_whole_stays(tmp_path, monkeyp
 
 def test_sources_on_different_grids_are_refused(tmp_path):
     a, b = build(), build().isel(latitude=slice(0, H - 1))
-    with refusal("b.zarr: its grid is not that of .*a.zarr"):
+    with refusal("b.zarr: has 8 latitudes, 90 to -67.5, .*a.zarr 9, 90 to -90: bring them onto one grid"):
         convert([save_zarr(a, tmp_path / "a.zarr"), save_zarr(b, tmp_path / "b.zarr")], tmp_path / "out")
 
 

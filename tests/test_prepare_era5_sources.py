@@ -29,11 +29,13 @@ from tests.support.era5_examples import (
     xarray,
 )
 from tests.support.refusals import refusal
-from weather import era5_hdf5
-from weather.atmosphere import GRAVITY
-from weather.era5_store import Store
-from weather.grid import frame_times
+from weather.fields.grid import frame_times
+from weather.fields.humidity import relative_humidity
 from weather.prepare_era5 import Era5
+from weather.sample.atmosphere import GRAVITY
+from weather.sources import hdf5, store
+from weather.sources.source import Source
+from weather.sources.store import Store
 
 zarr = pytest.importorskip("zarr")
 
@@ -213,7 +215,7 @@ def test_frames_newer_than_the_consolidated_metadata_are_read(tmp_path):
 def test_a_store_that_somebody_opened_is_read(tmp_path):
     path = save_zarr(build(), tmp_path / "a.zarr")
     opened = xarray.open_zarr(path, chunks=None)
-    era5 = Era5([Store("theirs", opened)])
+    era5 = Era5([Store(Source("theirs", opened.variables))])
     times = frame_times(1980, 0, FRAMES)
     era5.check(times)
     assert np.array_equal(era5.frames(times), TRUTH[1980])
@@ -256,6 +258,22 @@ def test_grib_is_read_and_nothing_is_left_beside_it(tmp_path):
     convert(sources, tmp_path / "out")
     check_values(tmp_path / "out", tolerance=1e-3)
     assert sorted(path.name for path in folder.iterdir()) == ["levels.nc", "surface.grib"]
+
+
+def test_humidity_is_derived_from_a_file_that_opens_as_a_source_for_each_variable(tmp_path, monkeypatch):
+    """As GRIB does."""
+    data = build()
+    q = 2e-4 * (1 + np.random.default_rng(0).random(data.t.shape, np.float32))
+    data = data.drop_vars("r").assign(q=(data.t.dims, q, {"units": "kg kg**-1"}), other=data.t2m)
+    sources = [Source("a.grib", data[[name]].variables) for name in data]
+    monkeypatch.setattr(store, "open_source", lambda address: sources)
+    era5 = Era5(["a.grib"])
+    assert era5.derived and len(era5.stores) == len(data.data_vars) - 1  # nobody asked for the other one
+    times = frame_times(1980, 0, FRAMES)
+    era5.check(times)
+    frames = era5.frames(times)
+    expected = relative_humidity(q[FRAMES : 2 * FRAMES, LEVELS.index(500)], TRUTH[1980][:, C["t500"]], 500 * 100)
+    np.testing.assert_allclose(frames[:, C["r500"]], expected, rtol=1e-5)
 
 
 def test_grib_that_is_cut_off_is_refused(tmp_path):
@@ -329,8 +347,8 @@ def open_files():
 
 
 def test_no_more_files_are_open_than_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(era5_hdf5, "MOST_OPEN", 4)
-    era5_hdf5._open_files.cache_clear()
+    monkeypatch.setattr(hdf5, "MOST_OPEN", 4)
+    hdf5._open_files.cache_clear()
     data = build()
     count = data.sizes["valid_time"]
     sources = [save_netcdf(data.isel(valid_time=[i]), tmp_path / f"{i:02d}.nc") for i in range(count)]
@@ -339,7 +357,7 @@ def test_no_more_files_are_open_than_are_kept(tmp_path, monkeypatch):
     era5.check(frame_times(1980, 0, FRAMES))
     assert np.array_equal(era5.frames(frame_times(1980, 0, FRAMES)), TRUTH[1980])
     assert open_files() <= before + 4
-    era5_hdf5._open_files.cache_clear()
+    hdf5._open_files.cache_clear()
 
 
 def chunked(data, path, frames):
@@ -375,4 +393,4 @@ def test_the_memory_of_decoded_chunks_is_bounded(tmp_path):
         for i, time in enumerate(frame_times(year, 0, FRAMES)):
             assert np.array_equal(era5.frames(time[None])[0], TRUTH[year][i])
             most = max(most, sum(block.values.nbytes for block in era5.index.blocks.blocks.values()))
-    assert most == three_frames == era5.kept_bytes()
+    assert most == three_frames == era5.index.kept_bytes()

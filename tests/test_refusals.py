@@ -22,9 +22,9 @@ from tests.support.refusals import refusal
 from training.run_folder import read_summary
 from utils import files
 from utils.config import read_named_config
-from weather.dataset import FieldDataset
-from weather.statistics import read_statistics
-from weather.year_reader import open_year
+from weather.checks.statistics import read_statistics
+from weather.years.dataset import FieldDataset
+from weather.years.year_reader import open_year
 
 LONG = "a" * 5000
 LAYOUT = ["-m", "utils.layout"]

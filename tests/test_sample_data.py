@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 
 from tests.support.refusals import refusal
-from weather import atmosphere, grid, training_statistics
-from weather.atmosphere import GAS, LEVELS, OMEGA, RADIUS, STEP, Atmosphere, vertical_modes
-from weather.channels import CHANNELS
+from weather.convert import training_statistics
+from weather.fields import grid
+from weather.fields.channels import CHANNELS
+from weather.sample import atmosphere
+from weather.sample.atmosphere import GAS, LEVELS, OMEGA, RADIUS, STEP, Atmosphere, vertical_modes
 from weather.sample_data import make_sample_data
 from weather.year_files import parse_years
 

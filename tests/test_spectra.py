@@ -6,7 +6,7 @@ import torch
 
 from tools.forecasting.spectra import EARTH_RADIUS, LeadTimeSpectra, spread
 from training.pictures import spectra_figure
-from weather.grid import Grid, latitudes, longitudes
+from weather.fields.grid import Grid, latitudes, longitudes
 
 CPU = torch.device("cpu")
 

@@ -23,12 +23,13 @@ from tests.test_data_loader_dali import assert_same_batches, needs_dali
 from tests.test_zarr_years import FRAME
 from training.tasks import build_task
 from utils.errors import STOPPED_STATUS, ConnectionLostError
-from weather import remote_store, year_files
-from weather.chunk_sources import Place
-from weather.dataset import FieldDataset
-from weather.remote_store import RemoteOptions
-from weather.store_path import data_path
-from weather.year_reader import year_paths
+from weather import year_files
+from weather.sources import remote_store
+from weather.sources.chunk_sources import Place
+from weather.sources.remote_store import RemoteOptions
+from weather.years.dataset import FieldDataset
+from weather.years.store_path import data_path
+from weather.years.year_reader import year_paths
 
 zarr = pytest.importorskip("zarr", reason="pip install -r requirements/era5.txt")
 numcodecs = pytest.importorskip("numcodecs", reason="pip install -r requirements/era5.txt")

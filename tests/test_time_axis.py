@@ -13,9 +13,9 @@ from tests.support.refusals import refusal
 from tools.forecasting.dated_frames import DatedFrames, parse_date
 from training.tasks import build_task
 from weather import year_files
-from weather.data_record import check_same_kind, make_record
-from weather.dataset import FieldDataset
-from weather.year_data import file_times
+from weather.checks.data_record import check_same_kind, make_record
+from weather.years.dataset import FieldDataset
+from weather.years.year_data import file_times
 
 SHAPE = (2, 4, 8)  # channels, rows, columns
 FRAMES = 8
@@ -126,17 +126,20 @@ REFUSED = {
     "a single time": ({"time": (6, {"units": HOURLY})}, "its time has shape ()"),
     "a date twice": (
         {"time": (6 * np.array([0, 1, 2, 2, 3, 4, 5, 6]), {"units": HOURLY})},
-        "its time holds 1979-01-01T12 twice, at frames 2 and 3",
+        "its times do not increase: 1979-01-01T12:00 comes twice, at indices 2 and 3: keep one of them",
     ),
     "time that goes back": (
         {"time": (6 * np.array([4, 5, 6, 7, 0, 1, 2, 3]), {"units": HOURLY})},
-        "its time goes back from 1979-01-02T18 to 1979-01-01T00 at frame 4",
+        "its times do not increase: 1979-01-01T00:00 at index 4 follows 1979-01-02T18:00: sort them",
     ),
     "a calendar with 30 February": (
         {"time": (6 * N, {"units": HOURLY, "calendar": "360_day"})},
         "its time has the calendar '360_day'",
     ),
-    "a unit that is none": ({"time": (6 * N, {"units": "fortnights since 1979-01-01"})}, "its time cannot be read: "),
+    "a unit that is none": (
+        {"time": (6 * N, {"units": "fortnights since 1979-01-01"})},
+        "its time in 'fortnights since 1979-01-01' cannot be read as dates: ",
+    ),
     "no number": ({"time": (np.where(N == 3, np.nan, 6 * N), {"units": HOURLY})}, "its time holds nan at frame 3"),
     "time that was never written": ({"time": (0 * N, {"units": HOURLY})}, "its time is 0 in every frame: was"),
     "time of which a half was written": (
@@ -153,7 +156,7 @@ REFUSED = {
     ),
     "units of another time": (
         {"time": (6 * N, {"units": "hours since 0001-01-01"})},
-        "its time is 0001-01-01T00 at frame 0, outside the years 1500 to 3000",
+        "its time is 0001-01-01T00:00 at frame 0, outside the years 1500 to 3000",
     ),
     "a timestamp in nanoseconds": (
         {"timestamp": SECONDS_1979 * 10**9 + N},

@@ -11,8 +11,8 @@ import xarray
 
 from tools.forecasting.forecast_file import FileKind
 from tools.forecasting.output_files import file_name, forecast_dataset
-from weather.channels import CHANNELS
-from weather.grid import Grid, latitudes, longitudes
+from weather.fields.channels import CHANNELS
+from weather.fields.grid import Grid, latitudes, longitudes
 
 NAMES, UNITS = [channel.name for channel in CHANNELS], [channel.units for channel in CHANNELS]
 GRID, LEADS = Grid(latitudes(8), longitudes(16)), [6, 12, 18]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.support.refusals import refusal
-from weather.channels import channel_of, split_units
-from weather.dataset import FieldDataset
-from weather.year_reader import open_year
+from weather.fields.channels import channel_of, split_units
+from weather.years.dataset import FieldDataset
+from weather.years.year_reader import open_year
 
 CHANNELS, H, W, FRAMES = ("u10", "t2m"), 12, 24, 6
 NORTHERN = np.linspace(50, 20, H)  # a region, which no default gives

@@ -19,7 +19,7 @@ from tests.test_data_loader import CPU, read_all
 from tests.test_data_loader_dali import assert_same_batches, needs_dali
 from training.tasks import build_task
 from weather import year_files
-from weather.dataset import FieldDataset
+from weather.years.dataset import FieldDataset
 
 zarr = pytest.importorskip("zarr", reason="pip install -r requirements/era5.txt")
 numcodecs = pytest.importorskip("numcodecs", reason="pip install -r requirements/era5.txt")

@@ -9,8 +9,8 @@ Of M members x_i and the truth y:
 - Rank histogram: how often the truth is below all members, between the first and the second, ... It is flat where the
   truth may be any of them (Hamill 2001, doi:10.1175/1520-0493(2001)129<0550:IORHFV>2.0.CO;2).
 - Brier score of an event, the channel above a threshold: the square of probability less outcome, fair to M (Ferro 2014,
-  doi:10.1002/qj.2270). Thresholds are quantiles of each point's own climate, see weather/climate_quantiles.py. Without
-  them they are quantiles of the climatology's map, the same at all points.
+  doi:10.1002/qj.2270). Thresholds are quantiles of each point's own climate, see weather.convert.climate_quantiles.
+  Without them they are quantiles of the climatology's map, the same at all points.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from torch import Tensor
 from training.crps import crps_of_points
 from training.metrics import latitude_weights
 from utils import comm
-from weather.climate_quantiles import QUANTILES
+from weather.convert.climate_quantiles import QUANTILES
 
 
 class EnsembleScores(NamedTuple):

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from training.pictures import FIELD, draw_map
-from weather.grid import Grid
+from weather.fields.grid import Grid
 
 
 def ensemble_figure(

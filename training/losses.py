@@ -13,7 +13,7 @@ from distributed.shard.tensor import ShardTensor
 from training.metrics import latitude_weights
 from utils.errors import UsageError, nearest
 from utils.schema import Config
-from weather.channels import channel_key
+from weather.fields.channels import channel_key
 
 
 def relative_l2(prediction: Tensor, target: Tensor, image_group: dist.ProcessGroup | None = None) -> Tensor:

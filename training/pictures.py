@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import MultipleLocator
 
-from weather.grid import Grid
+from weather.fields.grid import Grid
 
 matplotlib.use("Agg")
 FRAMES_PER_SECOND = 4

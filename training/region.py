@@ -2,7 +2,7 @@
 
 from utils.errors import UsageError
 from utils.schema import Config
-from weather.grid import Grid
+from weather.fields.grid import Grid
 
 # Our network that joins the last column to the first.
 JOINING = "unet"

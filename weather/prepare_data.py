@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 
 from utils.errors import ArgumentParser, UsageError, float_in_range, int_in_range, run_main
-from weather.data_set_writer import SPLITS, DataSetWriter
-from weather.dataset import FieldDataset
-from weather.grid import years_of
-from weather.own_config import write_own_config
-from weather.own_data import OwnData
-from weather.own_requests import parse_requests
-from weather.time_axis import show
+from weather.convert.data_set_writer import SPLITS, convert
+from weather.convert.own_config import write_own_config
+from weather.fields.grid import years_of
+from weather.fields.requests import parse_requests
+from weather.fields.time_axis import show
+from weather.sources.data import SourceData
+from weather.years.dataset import FieldDataset
 
 VERSION = 1  # of the conversion; another version makes other values
 TITLE = "Own data for training"
@@ -52,36 +52,21 @@ def prepare_data(
     """
     # Which channels, of which sources, at which dates.
     requests = parse_requests(variables)
-    data = OwnData([str(source) for source in sources], requests, coarsen)
+    data = SourceData(sources, requests, coarsen)
     split = split_by_share(data.dates, shares)
     if valid_from is not None or test_from is not None:
         split = split_by_date(data.dates, valid_from, test_from)
     dates = _name_files(Path(out), split)
 
-    # What the values depend on is stored with them: other settings are other data.
-    corners = [float(axis[place]) for axis in data.grid for place in (0, -1)]
     parts = [[show(part[0]), show(part[-1]), len(part)] for part in split.values()]
     settings: dict[str, Any] = {
         "version": VERSION,
         "variables": [[request.name, request.variable, request.level] for request in requests],
         "units": [channel.units for channel in data.channels],
-        "img_size": [len(axis) for axis in data.grid],
-        "corners": corners,
         "splits": parts,
     }
-    addresses = dict.fromkeys(store.address for store in data.stores)
-    attributes = {"made_from": " ".join(addresses)}
-    # What is there already, and of the same settings, stays.
-    writer = DataSetWriter(Path(out), dates, data.channels, data.grid, settings, TITLE, attributes)
-    # Look for all that will be read before anything is written.
-    if writer.missing:
-        data.check()
-
-    def read_frames(path: Path, first: int, count: int) -> np.ndarray:
-        return data.frames(dates[path][first : first + count])
-
     # Files first, then what train.py and people have to know of them.
-    made = writer.write(read_frames)
+    made = convert(data, dates, Path(out), settings, TITLE, {})
     _describe(Path(out), data, split)
     write_own_config(Path(out), data.grid, [channel.name for channel in data.channels])
     return made
@@ -137,7 +122,7 @@ def _name_files(out: Path, split: Mapping[str, np.ndarray]) -> dict[Path, np.nda
     return files
 
 
-def _describe(out: Path, data: OwnData, split: Mapping[str, np.ndarray]) -> None:
+def _describe(out: Path, data: SourceData, split: Mapping[str, np.ndarray]) -> None:
     """Print the channels, the grid and the splits, and what the trainer will assume of them."""
     named = []
     for channel in data.channels:

@@ -11,14 +11,11 @@ no source gives relative humidity with its units, it is derived from specific hu
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from utils.errors import int_in_range, run_main
-from weather.era5 import Era5
-from weather.grid import frame_times
-from weather.year_files import YearFileWriter, year_file_parser
+from weather.convert.data_set_writer import convert
+from weather.sources.data import Era5
+from weather.year_files import year_dates, year_file_parser
 
 VERSION = 1  # of the conversion; another version makes other values
 TITLE = "ERA5 for training"
@@ -39,47 +36,15 @@ def prepare_era5(
 ) -> int:
     """Write ERA5 from `sources` (Zarr stores, NetCDF and GRIB files) to the folder `out`, and print a summary line.
 
-    train_years, valid_years, test_years, days: as for YearFileWriter, which keeps the files that are there already.
+    train_years, valid_years, test_years, days: as of year_dates. Files that are there already stay.
     coarsen: side of the square blocks of points that are averaged.
     Returns the number of year files written. Raises UsageError for sources or settings that cannot be used, other data
     in `out` and too little disk space, before anything is written; for an unphysical value when it is read.
     """
     era5 = Era5(sources, coarsen)
-    # What the values depend on is stored with them: other settings are other data.
-    corners = [float(axis[place]) for axis in era5.grid for place in (0, -1)]
-    settings: dict[str, Any] = {
-        "version": VERSION,
-        "days": days,
-        "relative_humidity_derived": era5.derived,
-        "img_size": [len(axis) for axis in era5.grid],
-        "corners": corners,
-    }
-    # A GRIB file is several stores of one address.
-    addresses = dict.fromkeys(store.address for store in era5.stores)
-    attributes = {"source": SOURCE, "made_from": " ".join(addresses)}
-    splits = train_years, valid_years, test_years
-    writer = YearFileWriter(out, splits, days, era5.grid, settings, TITLE, attributes)
-
-    if writer.missing:
-        # Look for all that will be read before anything is written.
-        times = [frame_times(year, 0, frames) for year, frames in writer.missing_years().items()]
-        era5.check(np.concatenate(times))
-        _announce(era5)
-
-    def read_frames(year: int, first: int, count: int) -> np.ndarray:
-        return era5.frames(frame_times(year, first, count))
-
-    return writer.make(read_frames)
-
-
-def _announce(era5: Era5) -> None:
-    """Print what is derived, and how much memory is used beside that of the frames."""
-    if era5.derived:
-        print("relative humidity: derived from specific humidity and temperature")
-    kept = era5.kept_bytes()
-    if kept:
-        size = f"{kept / 1e9:.1f} GB" if kept > 1e8 else f"{kept / 1e6:.1f} MB"
-        print(f"chunks hold several frames: keeps up to {size} of decoded chunks")
+    dates = year_dates(out, (train_years, valid_years, test_years), days)
+    settings = {"version": VERSION, "days": days, "relative_humidity_derived": era5.derived}
+    return convert(era5, dates, Path(out), settings, TITLE, {"source": SOURCE})
 
 
 def main(argv: Sequence[str] | None = None) -> None:

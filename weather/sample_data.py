@@ -3,17 +3,21 @@
     python -m weather.sample_data                                  # data/quick: 7 years of 60 days on 32 x 64
     python -m weather.sample_data data/big --img_size 360 720 --days all
 
-weather/year_files.py describes the files; the command can be interrupted and repeated. weather/atmosphere.py describes
-the dynamics and their sources, SOURCE those of the channels.
+weather/year_files.py describes the files; the command can be interrupted and repeated.
+weather/sample/atmosphere.py describes the dynamics and their sources, SOURCE those of the channels.
 """
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from utils.errors import int_in_range, reported_as_usage_error, run_main
-from weather.atmosphere import Atmosphere
-from weather.grid import Grid, latitudes, longitudes
-from weather.year_files import YearFileWriter, year_file_parser
+from weather.convert.data_set_writer import DataSetWriter
+from weather.fields.channels import CHANNELS
+from weather.fields.grid import HOUR, Grid, frame_times, latitudes, longitudes, years_of
+from weather.sample.atmosphere import Atmosphere
+from weather.year_files import year_dates, year_file_parser
 
 VERSION = 1  # of the atmosphere; another version makes other data
 TITLE = "Sample data: idealised atmosphere"
@@ -35,8 +39,8 @@ def make_sample_data(
 ) -> int:
     """Write sample data to the folder `out`, and print a summary line.
 
-    img_size: (H, W). seed: of the atmosphere. train_years, valid_years, test_years, days: as for YearFileWriter, which
-    keeps the files that are there already.
+    img_size: (H, W). seed: of the atmosphere. train_years, valid_years, test_years, days: as of year_dates.
+    Files that are there already stay.
     Returns the number of year files written. Raises UsageError for bad settings, a year in two splits, other data in
     `out` or too little disk space, before anything is written; and if `out` cannot be written.
     """
@@ -44,12 +48,18 @@ def make_sample_data(
     grid = Grid(latitudes(img_size[0]), longitudes(img_size[1]))
     settings = {"version": VERSION, "img_size": list(img_size), "days": days, "seed": seed}
     attributes = {"source": SOURCE, "seed": seed}
-    splits = train_years, valid_years, test_years
+    dates = year_dates(out, (train_years, valid_years, test_years), days)
     # Settings are checked, and disk space too, before the atmosphere is computed.
-    writer = YearFileWriter(out, splits, days, grid, settings, TITLE, attributes)
+    writer = DataSetWriter(Path(out), dates, CHANNELS, grid, settings, TITLE, attributes)
     with reported_as_usage_error(ValueError, "sample data"):
         atmosphere = Atmosphere(img_size, seed)
-    return writer.make(atmosphere.frames, {"orography": ("m", atmosphere.orography)})
+
+    def read_frames(dates: np.ndarray) -> np.ndarray:
+        year = int(years_of(dates)[0])
+        first = (dates[0] - frame_times(year, 0, 1)[0]) // (6 * HOUR)
+        return atmosphere.frames(year, int(first), len(dates))
+
+    return writer.write(read_frames, {"orography": ("m", atmosphere.orography)})
 
 
 def main(argv: Sequence[str] | None = None) -> None:

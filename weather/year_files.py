@@ -11,24 +11,20 @@
 data_set_writer.py writes them; sample_data.py and prepare_era5.py supply the frames.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from utils.errors import ArgumentParser, UsageError, int_in_range, run_main
-from weather.channels import CHANNELS
-from weather.data_set_writer import SPLITS, Constant, DataSetWriter
-from weather.dataset import FieldDataset
-from weather.grid import Grid, frame_times, year_frames
-from weather.remote_store import RemoteOptions, add_remote_options
-from weather.store_path import data_path, parse_years
-from weather.training_statistics import write_statistics
-from weather.year_reader import open_year, year_paths
-
-FrameReader = Callable[[int, int, int], np.ndarray]  # (year, first, count): frames (count, C, H, W)
+from weather.convert.data_set_writer import SPLITS
+from weather.convert.training_statistics import write_statistics
+from weather.fields.grid import frame_times, year_frames
+from weather.sources.remote_store import RemoteOptions, add_remote_options
+from weather.years.dataset import FieldDataset
+from weather.years.store_path import data_path, parse_years
+from weather.years.year_reader import open_year, year_paths
 
 
 def year_file_parser(
@@ -51,43 +47,17 @@ def year_file_parser(
     return parser
 
 
-class YearFileWriter(DataSetWriter):
-    """The year files of one data set, of six-hourly frames of CHANNELS, as a DataSetWriter writes them.
+def year_dates(out: Path | str, splits: Sequence[Iterable[int]], days: int) -> dict[Path, np.ndarray]:
+    """{year file: the dates of its six-hourly frames}, each in the folder of its split.
 
-    splits: the years of SPLITS. days: of each year, 0 for all. The others are those of DataSetWriter.
-    Raises UsageError for a year in two splits, and as DataSetWriter does.
+    splits: the years of SPLITS. days: of each year, 0 for all. Raises UsageError for a year in two splits.
     """
-
-    def __init__(
-        self,
-        out: Path | str,
-        splits: Sequence[Iterable[int]],
-        days: int,
-        grid: Grid,
-        settings: dict[str, Any],
-        title: str,
-        attributes: dict[str, Any],
-    ):
-        # A file for each year, in the folder of its split.
-        folder = Path(out)
-        dates: dict[Path, np.ndarray] = {}
-        for year, split in _split_years(splits).items():
-            frames = 4 * days or year_frames(year)
-            path = folder / split / f"{year:04d}.h5"
-            dates[path] = frame_times(year, 0, frames)
-        super().__init__(folder, dates, CHANNELS, grid, settings, title, attributes)
-
-    def missing_years(self) -> dict[int, int]:
-        """{year: number of frames} of the year files that `make` will write."""
-        return {int(path.stem): len(self.dates[path]) for path in self.missing}
-
-    def make(self, read_frames: FrameReader, constant: Constant | None = None) -> int:
-        """As `write`, of frames that are read by year: read_frames(year, first, count) counts from 1 January."""
-
-        def read_file(path: Path, first: int, count: int) -> np.ndarray:
-            return read_frames(int(path.stem), first, count)
-
-        return self.write(read_file, constant)
+    dates = {}
+    for year, split in _split_years(splits).items():
+        frames = 4 * days or year_frames(year)
+        path = Path(out) / split / f"{year:04d}.h5"
+        dates[path] = frame_times(year, 0, frames)
+    return dates
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import xarray
 
 from utils.errors import ArgumentParser, UsageError, reading, reported_as_usage_error, run_main
-from weather.hdf5_file import WITHOUT_LOCKS
-from weather.year_data import DATASET
-from weather.year_reader import year_paths
+from weather.sources.hdf5 import WITHOUT_LOCKS
+from weather.years.year_data import DATASET
+from weather.years.year_reader import year_paths
 
 CHUNK_BYTES = 64e6  # of frames held in memory while a store is written
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from weather import prepare_era5
-from weather.atmosphere import Atmosphere
-from weather.channels import CHANNELS, QUANTITIES, channel_key
+from weather.fields.channels import CHANNELS, QUANTITIES, channel_key
+from weather.sample.atmosphere import Atmosphere
 
 if os.environ.get("CI"):
     import xarray

@@ -1,6 +1,6 @@
 """Run a program to which a signal comes in the midst of a phase: in a call of one of its functions.
 
-    python -m tests.support.interrupted weather.own_data:OwnData.frames 2 15 weather/prepare_data.py words...
+    python -m tests.support.interrupted weather.sources.data:SourceData.frames 2 15 weather/prepare_data.py words...
 
 The second call gets signal 15, and then takes an hour, as a compilation or a file system may. `-2`: it goes on at once,
 and of several ranks the last one alone gets the signal.

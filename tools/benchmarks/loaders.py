@@ -27,8 +27,8 @@ from utils.data_protocol import ChannelStatistics
 from utils.device import select_device
 from utils.errors import UsageError
 from utils.schema import Config
-from weather.dataset import FieldDataset
-from weather.hdf5_file import make_hdf5, open_hdf5
+from weather.sources.hdf5 import make_hdf5, open_hdf5
+from weather.years.dataset import FieldDataset
 
 # {name: how the chunks of a Zarr store are compressed}; zstd is what zarr takes by itself.
 STORES: dict[str, Any] = {

@@ -21,12 +21,12 @@ from utils.config import check_config, differing_keys, load_config, read_named_c
 from utils.errors import UsageError
 from utils.schema import Config, keys_that_affect
 from utils.yaml_files import read_mappings
-from weather.data_record import Record, check_same_kind, check_unseen
-from weather.dataset import FieldDataset
-from weather.forcings import Forcings
-from weather.grid import HOUR
-from weather.remote_store import RemoteOptions
-from weather.time_axis import show
+from weather.checks.data_record import Record, check_same_kind, check_unseen
+from weather.fields.grid import HOUR
+from weather.fields.time_axis import show
+from weather.sources.remote_store import RemoteOptions
+from weather.years.dataset import FieldDataset
+from weather.years.forcings import Forcings
 
 
 def run_config(

@@ -12,7 +12,7 @@ from tools.forecasting.lead_times import metrics_by_lead_time
 from tools.forecasting.spectra import spread
 from tools.tables import format_table
 from training.ensemble_metrics import EnsembleMetrics
-from weather.climate_quantiles import QUANTILES
+from weather.convert.climate_quantiles import QUANTILES
 
 Scores = dict[str, dict[str, dict[str, Any]]]  # {score: {forecast: {channel: values by lead time}}}
 OF_MODEL = ("spread", "spread_skill", "rank_histogram")

@@ -15,8 +15,8 @@ from xarray.backends.common import ArrayWriter
 
 from tools.forecasting.output_files import file_name, forecast_dataset, weatherbench2_dataset
 from utils.files import whole_file
-from weather.grid import Grid
-from weather.hdf5_file import ROOM_BESIDE_VALUES, WITHOUT_LOCKS, reserve
+from weather.fields.grid import Grid
+from weather.sources.hdf5 import ROOM_BESIDE_VALUES, WITHOUT_LOCKS, reserve
 
 # Each layout has a name of its own for it.
 LEAD_TIME = {"cf": "lead_time", "weatherbench2": "prediction_timedelta"}  # the dimension, by layout

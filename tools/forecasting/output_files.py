@@ -18,9 +18,9 @@ import numpy as np
 import xarray
 
 from utils.errors import UsageError, first_line
-from weather.channels import ERA5, QUANTITIES, channel_key, channel_of, find_conversion
-from weather.grid import HOUR, Grid
-from weather.time_axis import show
+from weather.fields.channels import ERA5, QUANTITIES, channel_key, channel_of, find_conversion
+from weather.fields.grid import HOUR, Grid
+from weather.fields.time_axis import show
 
 FULL = {"_FillValue": None}  # encoding: no value is missing
 DATE = FULL | {
@@ -177,7 +177,7 @@ def _in_units_of_weatherbench2(field: xarray.DataArray, quantity: str) -> xarray
 
     The levels of one variable share their units.
     """
-    conversion = find_conversion(quantity, field.attrs["units"]) if quantity else None
+    conversion = find_conversion(field.attrs["units"], QUANTITIES[quantity].units) if quantity else None
     if conversion is None:
         return field
     units = QUANTITIES[quantity].units

@@ -23,7 +23,7 @@ from utils.device import to_device
 from utils.errors import UsageError, nearest
 from utils.sample_order import Order
 from utils.schema import Config
-from weather.grid import HOUR, Grid
+from weather.fields.grid import HOUR, Grid
 
 HOURS_BEFORE_1970 = 10**9  # more than any date of data
 

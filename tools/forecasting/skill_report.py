@@ -18,9 +18,9 @@ from training.pictures import animate, lead_time_figure, skill_figure, spectra_f
 from training.results import HEADLINE
 from utils.errors import UsageError
 from utils.files import read_json, write_json
-from weather.climate_quantiles import QUANTILES
-from weather.grid import HOUR, Grid
-from weather.time_axis import show
+from weather.convert.climate_quantiles import QUANTILES
+from weather.fields.grid import HOUR, Grid
+from weather.fields.time_axis import show
 
 
 def write_report(

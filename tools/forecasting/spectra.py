@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from utils import comm
-from weather.grid import Grid
+from weather.fields.grid import Grid
 
 EARTH_RADIUS = 6367.5  # km, as in WeatherBench 2
 MIDDLE = 30.0, 60.0  # degrees, north and south

@@ -24,7 +24,7 @@ from utils.files import whole_file
 from utils.launch import interface_addresses, name_gloo_interface
 from utils.rank_failure import wait_until
 from utils.yaml_files import ROOT, read_mappings
-from weather.remote_store import is_address
+from weather.sources.remote_store import is_address
 
 CLOCKS_APART = 2.0  # seconds
 SIZES = {"cpu": (2**12, 2**20, 2**23), "cuda": (2**12, 2**22, 2**26)}  # bytes of the messages that are timed

@@ -24,14 +24,14 @@ from utils.choices import choose, load
 from utils.data_loader import BatchLoader, reads_samples
 from utils.errors import UsageError
 from utils.schema import Config, count_forcings
-from weather.channels import CHANNELS
-from weather.data_record import Record, check_same_kind, make_record
-from weather.dataset import FieldDataset
-from weather.forcings import Forcings
-from weather.grid import latitudes
-from weather.remote_store import RemoteOptions
-from weather.splits import check_apart
-from weather.statistics import Statistics, check_changes, positive_statistics, read_statistics
+from weather.checks.data_record import Record, check_same_kind, make_record
+from weather.checks.splits import check_apart
+from weather.checks.statistics import Statistics, check_changes, positive_statistics, read_statistics
+from weather.fields.channels import CHANNELS
+from weather.fields.grid import latitudes
+from weather.sources.remote_store import RemoteOptions
+from weather.years.dataset import FieldDataset
+from weather.years.forcings import Forcings
 
 GIVES_CHANGE = {"state": False, "change": True}  # of `predict`: whether the network gives the change of the state
 LOADERS = {"pytorch": "utils.data_loader:DataLoader", "dali": "utils.data_loader_dali:DaliDataLoader"}

@@ -7,10 +7,10 @@ from pathlib import Path
 from utils import comm
 from utils.errors import UsageError
 from utils.schema import Config
-from weather.data_check import DataCheck
-from weather.dataset import FieldDataset
-from weather.splits import check_apart
-from weather.statistics import Paths, Statistics, check_climatology
+from weather.checks.data_check import DataCheck
+from weather.checks.splits import check_apart
+from weather.checks.statistics import Paths, Statistics, check_climatology
+from weather.years.dataset import FieldDataset
 
 
 def check_test_years(config: Config, train: FieldDataset) -> list[str]:

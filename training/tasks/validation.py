@@ -20,8 +20,8 @@ from utils import comm
 from utils.data_loader import BatchLoader
 from utils.device import to_device
 from utils.schema import Config
-from weather.dataset import FieldDataset
-from weather.statistics import Statistics
+from weather.checks.statistics import Statistics
+from weather.years.dataset import FieldDataset
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,4 @@
+"""The idealised atmosphere of the sample data.
+
+Gives frames to the command sample_data. Imports weather.fields.
+"""
