@@ -41,7 +41,8 @@ TAKING = [  # functions with a weight or a bias, which W stands for
     "torch.lstm(x[:, 0], (x[:1, 0] * 0, x[:1, 0] * 0), [W[:32].view(32, 1) * y[0, :8], W[:32].view(32, 1) * y[1, :8], "
     "W[:32], W[1:33]], True, 1, 0.0, False, False, False)[0]",
     "F.mse_loss(x, x.detach() * 2, weight=W.detach()[:8].square().expand(2, 4, 9, 8))",
-    "F.binary_cross_entropy_with_logits(x, x.detach().sigmoid(), W[:8].square().detach(), pos_weight=W.detach()[:8].square())",
+    "F.binary_cross_entropy_with_logits(x, x.detach().sigmoid(), W[:8].square().detach(), "
+    "pos_weight=W.detach()[:8].square())",
     "F.cross_entropy(x, (x.detach()[:, 0] * 2).long() % 4, W.detach()[:4].square())",
     "F.cross_entropy(x, x.detach().softmax(1), W[:4].square() + 1)",
     "x.addcmul(W[:8], W[8:16])", "x.lerp(W[:8], W[8:16])", "x.clamp(min=W[:8])", "torch.where(x > 0, W[:8], x)",
@@ -49,7 +50,8 @@ TAKING = [  # functions with a weight or a bias, which W stands for
     "F.grid_sample(x, W[:24].view(1, 3, 4, 2).expand(2, 3, 4, 2).tanh(), align_corners=False)",
     "torch.bucketize(x, W[:8].detach().sort().values)",
     "torch.cat([x, W[:32].view(1, 4, 1, 8).expand(2, 4, 1, 8)], 2)", "torch.outer(x[0, 0, :, 0], W[:4])",
-    "torch.linalg.cross(x[..., :3], W[:3].expand(2, 4, 9, 3))", "F.gaussian_nll_loss(x, x.detach(), W[:8].square().expand(2, 4, 9, 8) + 1)",
+    "torch.linalg.cross(x[..., :3], W[:3].expand(2, 4, 9, 3))",
+    "F.gaussian_nll_loss(x, x.detach(), W[:8].square().expand(2, 4, 9, 8) + 1)",
 ]  # fmt: skip
 
 
