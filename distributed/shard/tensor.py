@@ -222,6 +222,15 @@ def composed(*functions: Callable) -> Callable[[Rule], Rule]:
     return register
 
 
+def composed_as(function: Callable, *functions: Callable) -> None:
+    """Let functions of torch be computed, as by `composed`, by one that takes the same arguments."""
+
+    def implementation(func: Callable, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    composed(*functions)(implementation)
+
+
 def on_shard_tensors(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Call a function from within a rule, in which ShardTensors are ShardTensors, not their local parts."""
     if is_dynamo_compiling():  # it cannot trace AsShardTensors

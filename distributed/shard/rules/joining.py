@@ -11,6 +11,7 @@ from distributed.halo import HaloExchange, bounds
 from distributed.shard.axes import Axis, merged, mesh_dims_of, prefix_axes, unsplit_axes
 from distributed.shard.operands import global_shape, joint_axes, local_operand, sum_partial
 from distributed.shard.plans import Plan, fits_of, planned_else
+from distributed.shard.rules.along import on_whole
 from distributed.shard.rules.reductions import dims_of
 from distributed.shard.rules.views import numbers
 from distributed.shard.spec import Spec, shard_sizes
@@ -235,6 +236,9 @@ def roll(
     """Shift rows cyclically along dims; without dims, elements of the flattened tensor."""
     if dims is None or dims == ():
         flat = dispatch(torch.flatten, input)
+        is_product = len(flat.spec.dims[0]) > 1  # the rows of each rank are in many pieces
+        if is_product:
+            return on_whole(input, range(len(input.spec.dims)), lambda part: part.roll(shifts))
         rolled = roll(func, flat, shifts, 0)
         return dispatch(torch.reshape, rolled, input.spec.shape)
     spec = input.spec

@@ -134,14 +134,14 @@ def scatter(
     return check_writable(like) if in_place else wrap(out, spec)
 
 
-@rule(*named("bucketize"))
+@rule(*named("bucketize", "isin"))
 def bucketize(
     func: Callable,
     input: ShardTensor,
-    boundaries: Tensor,
+    boundaries: Any,
     **kwargs: Any,
 ) -> ShardTensor:
-    """The place of each element among boundaries, which every rank has whole."""
+    """The place of each element among boundaries, or whether it is one of them; every rank has all of these."""
     input = sum_partial(input)
     places = func(local(input), whole_weight(boundaries, input.spec), **kwargs)
     return wrap(places, input.spec)

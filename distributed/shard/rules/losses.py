@@ -78,6 +78,9 @@ def named_reduction(
     F.smooth_l1_loss,
     F.huber_loss,
     F.kl_div,
+    F.soft_margin_loss,
+    F.poisson_nll_loss,
+    F.hinge_embedding_loss,
     F.binary_cross_entropy,
     F.binary_cross_entropy_with_logits,
 )
