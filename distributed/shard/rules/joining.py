@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distributed.collectives import concatenated
 from distributed.halo import HaloExchange, bounds
 from distributed.shard.axes import Axis, merged, mesh_dims_of, prefix_axes, unsplit_axes
 from distributed.shard.operands import global_shape, joint_axes, local_operand, sum_partial
@@ -65,7 +66,7 @@ def plan_of_join(
 
     def compute(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         parts = [fit(x) for fit, x in zip(fits, tensors, strict=True)]
-        return torch.cat(parts, dim)
+        return concatenated(parts, dim)
 
     return Plan(compute, joined)
 
@@ -87,7 +88,7 @@ def cat(
     dim, specs, joined = joined_specs(func, tensors, dim)
     # Each rank joins the rows that it holds in the result.
     in_place = [local_operand(x, spec) for x, spec in zip(tensors, specs, strict=True)]
-    return wrap(torch.cat(in_place, dim), joined)
+    return wrap(concatenated(in_place, dim), joined)
 
 
 def joinable(tensors: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
