@@ -47,8 +47,9 @@ def gather_attention(
     kv = torch.stack((k, v), 1)  # (n, 2, B, heads, d)
     kv = all_gather(kv, 0, sizes, group)  # (N, 2, B, heads, d)
     k, v = kv.permute(1, 2, 3, 0, 4).unbind()  # (B, heads, N, d)
-    if not q.numel():
-        return q * k.sum() * v.sum()  # no tokens here, but backward must take part in the collectives
+    if not q.numel():  # no tokens here, but backward must take part in the collectives
+        no_tokens = q * k.sum() * v.sum()
+        return no_tokens if mask is None else no_tokens * mask.sum()
     return F.scaled_dot_product_attention(q, k, v, mask, dropout_p)
 
 

@@ -28,7 +28,7 @@ from distributed.shard.rules.normal import Normal
 from distributed.shard.rules.normalization import of_channels, update
 from distributed.shard.rules.reductions import autocast_dtype
 from distributed.shard.spec import Shares
-from distributed.shard_tensor import ShardTensor, local, sum_partial, wrap
+from distributed.shard_tensor import ShardTensor, local, sum_partial, whole_weight, wrap
 
 EQUAL = Fraction(1)
 
@@ -89,7 +89,7 @@ def batch_norm(
 ) -> Tensor:
     """F.batch_norm, in training over all ranks of a group. input: (B, C, ...), plain or a ShardTensor.
 
-    share: see synchronize_batch_norm.
+    share: see synchronize_batch_norm. Raises ValueError for one value per channel, and for split channels.
     """
     if not training:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
@@ -98,11 +98,15 @@ def batch_norm(
     spec = None
     part = input
     replicas = group.size
+    copies = 1  # ranks that have the same values, each of which adds them to the sums of all
     if isinstance(input, ShardTensor):
         input = sum_partial(input)
         spec = input.spec
         part = local(input)  # (B, C, ...) of this rank
         replicas = group.size // spec.mesh.joint.size
+        copies = spec.copies
+        weight = whole_weight(weight, spec)
+        bias = whole_weight(bias, spec)
         if spec.is_split(1):
             raise ValueError("sync_batchnorm: channels that are split over ranks are not supported")
 
@@ -110,18 +114,21 @@ def batch_norm(
     dims = (0, *range(2, part.dim()))
     values_of_channel = input.shape.numel() // input.shape[1]
     count = int(replicas * values_of_channel * share)
+    if count <= 1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
+    summed = count * copies
     with torch.no_grad():
         values = at_least_float32(part)
         own_sum = values.sum(dims, keepdim=True)  # (1, C, 1, ...)
-        mean = reduce_from_region(own_sum, group) / count
+        mean = reduce_from_region(own_sum, group) / summed
         own_squares = (values - mean).square().sum(dims, keepdim=True)
-        squares = reduce_from_region(own_squares, group)
-        unbiased_variance = squares / (count - 1)
+        variance = reduce_from_region(own_squares, group) / summed
+        unbiased_variance = variance * (count / (count - 1))
         update(running_mean, running_var, [mean, unbiased_variance], momentum)
     weight = of_channels(weight, part)  # (C,) -> (1, C, 1, ...)
     bias = of_channels(bias, part)
-    scale = (squares / count + eps).rsqrt()
-    shared_by = ((count,), group)
+    scale = (variance + eps).rsqrt()
+    shared_by = ((summed,), group)
     y = _NormalAround.apply(part, weight, bias, mean, scale, eps, dims, shared_by)
     return y if spec is None else wrap(y, spec)
 

@@ -76,6 +76,18 @@ def shard(full: Tensor, dim: int, rank: int, size: int) -> Tensor:
     return full.narrow(dim, start, sizes[rank])
 
 
+def concatenated(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """torch.cat, whose backward pass goes on from parts without elements, too: other ranks may wait there.
+
+    Of an empty vector the derivative of torch.cat is a constant. A compiler computes what depends on a constant, such
+    as a collective of the backward pass, in the forward pass.
+    """
+    if parts[0].dim() > 1:
+        return torch.cat(parts, dim)
+    columns = [part.unsqueeze(1) for part in parts]
+    return torch.cat(columns).squeeze(1)
+
+
 def copy_to_region(x: Tensor, group: Group) -> Tensor:
     """Return the same tensor; backward adds up the gradients of the ranks."""
     return _apply(_identity, _all_reduce, x, group)

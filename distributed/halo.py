@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from distributed.collectives import Group, all_to_all, differentiated_again, start_all_to_all, wait
+from distributed.collectives import Group, all_to_all, concatenated, differentiated_again, start_all_to_all, wait
 
 Interval = tuple[int, int]  # rows [first, last)
 Counts = list[int]  # of rows, by rank
@@ -120,7 +120,7 @@ class HaloExchange:
             parts.append(self.arrived[None])
         elif all(piece.owner is None for piece in self.plan.pieces):
             parts.append(self.own.narrow(self.dim, 0, 0))
-        return torch.cat(parts, self.dim) if self.joined else parts[0]
+        return concatenated(parts, self.dim) if self.joined else parts[0]
 
     def _outside(self, rows):
         """Rows outside of the whole dimension."""
@@ -322,7 +322,7 @@ def _packed(x, dim, blocks):
     if not parts:
         parts = [x.narrow(dim, 0, 0)]
     rows_first = [part.movedim(dim, 0) for part in parts]
-    return torch.cat(rows_first).contiguous()
+    return concatenated(rows_first).contiguous()
 
 
 def _unpacked(rows, dim, blocks):

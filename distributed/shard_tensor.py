@@ -8,6 +8,6 @@ this module registers all of them.
 
 from distributed.shard import guards, rules  # noqa: F401
 from distributed.shard.fallback import set_fallback  # noqa: F401
-from distributed.shard.operands import redistribute, replicate, scale_grad_by_replicas, scatter_tensor, sum_partial  # noqa: F401
+from distributed.shard.operands import redistribute, replicate, scatter_tensor, sum_partial, whole_weight  # noqa: F401
 from distributed.shard.spec import part_of  # noqa: F401
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap  # noqa: F401

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.support.shard_parity import Case, X, check_all, draw
+from tests.support.shard_parity import Case, X, check_all, draw, without
 
 
 def force(energy, *inputs, **options):
@@ -76,3 +76,24 @@ def test_a_layer_may_be_the_gradient_of_an_energy(ranks):
     x = X((2, 4, 9, 8), (2,), {0: (5, 4)})
     cases = [Case(code, (x,), ((4, 4, 3, 3),), (), torch.float64, DERIVED) for code in (*ENERGIES[:2], "of_leaf(x, y)")]
     ranks(2, check_all, cases)
+
+
+def never():
+    return False
+
+
+def nothing_back(grad, group, sent, received):
+    return grad.new_zeros(sum(sent), *grad.shape[1:])
+
+
+@pytest.mark.parametrize(
+    ("collective", "instead", "code"),
+    [
+        ("distributed.collectives.differentiated_again", never, "force(x.mean().square() * x[:, :, 3], x)"),
+        ("distributed.collectives._all_to_all_back", nothing_back, "force(F.conv2d(x, y, padding=1), x)"),
+    ],
+)
+def test_a_missing_collective_of_the_second_derivative_is_noticed(ranks, collective, instead, code):
+    case = Case(code, (X((2, 4, 9, 8), (2,), {0: (5, 4)}),), ((4, 4, 3, 3),), (), torch.float64, DERIVED)
+    for found in ranks(2, without, collective, instead, case):
+        assert "gradient of input 0" in found

@@ -1,12 +1,19 @@
 """Normalization layers of ShardTensors against those of the whole tensors."""
 
+from functools import partial
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distributed.batch_norm import EQUAL, batch_norm
+from distributed.collectives import as_group
 from distributed.shard.rules.moments import moments
-from distributed.shard_tensor import local
-from tests.support.shard_parity import Case, X, domain_mesh, draw, errors, evaluate, refused, split
+from distributed.shard_tensor import ShardTensor, local
+from tests.support.parity import error
+from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, errors, evaluate, refused, split
 
 LAYER, GROUPS, CHANNELS = "F.layer_norm(x * 2 + 3, {}, y, z)", "F.group_norm(x * 2 + 3, {}, y, z)", ((6,), (6,))
 BATCH = "F.batch_norm(x * 2 + 3, None, None, y, z, training=True)"
@@ -140,3 +147,46 @@ def test_a_split_norm_makes_two_buffers_of_the_size_of_its_input_in_each_pass(ra
 def test_moments_have_second_derivatives():
     x = draw((3, 4, 2), torch.float64, 0)
     assert torch.autograd.gradgradcheck(lambda x: moments(x, (1, 2), None)[:2], x)
+
+
+def synchronized(x, weight, bias, is_whole=True):
+    """Batch norm with statistics of the whole batch, of which a rank may have its own samples: is_whole."""
+    if is_whole and not isinstance(x, ShardTensor):
+        return F.batch_norm(x, None, None, weight, bias, training=True)
+    return batch_norm(as_group(dist.group.WORLD), EQUAL, x, None, None, weight, bias, training=True)
+
+
+def force(norm, x, *weights):
+    (found,) = torch.autograd.grad(norm(x, *weights).sin().sum(), x, create_graph=True)
+    return found
+
+
+SYNCHRONIZED = {"synchronized": synchronized, "force": force}
+OF_GROUP = [  # x (3, 6, 5, 4), y and z plain (6,): images, what every rank has whole, weights of the image
+    "synchronized(x, y, z)", "x * synchronized(x.mean((2, 3), keepdim=True), y, z)",
+    "synchronized(x, x.mean((0, 2, 3)), z.tanh())", "force(synchronized, x, y, z)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_norm_of_a_group_and_its_second_derivative_are_those_of_the_whole(ranks, size):
+    images = [X((3, 6, 5, 4), (2,), cut) for cut in cuts(5, size)] + [X((3, 6, 5, 4))]
+    ranks(size, check_all, [Case(code, (x,), ((6,), (6,)), (), torch.float64, SYNCHRONIZED)
+                            for x in images for code in OF_GROUP])  # fmt: skip
+
+
+def own_samples():
+    """Errors of the second derivatives where each rank has samples of its own."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    x = draw((2 * count, 6, 5, 4), torch.float64, 0)
+    weights = [draw((6,), torch.float64, i) for i in (1, 2)]
+    force(synchronized, x, *weights).square().sum().backward()
+    mine = x.detach().chunk(count)[rank].requires_grad_()
+    own = [w.detach().requires_grad_() for w in weights]
+    force(partial(synchronized, is_whole=False), mine, *own).square().sum().backward()
+    dist.all_reduce(own[0].grad)
+    return [error(mine.grad, x.grad.chunk(count)[rank]), error(own[0].grad, weights[0].grad)]
+
+
+def test_a_norm_of_a_group_has_second_derivatives_over_samples_of_other_ranks(ranks):
+    assert max(max(found) for found in ranks(2, own_samples)) < 1e-10

@@ -45,6 +45,7 @@ def guard_compiler(cls: type) -> None:
     with suppress(ImportError, AttributeError):
         _guard(cls)
         _keep_class(cls)
+        _keep_collectives()
         is_guarded = True
 
 
@@ -108,6 +109,20 @@ def _keep_class(cls):
             self.class_type = before
 
     Subclassed.synchronize_attributes = synchronize_attributes  # type: ignore[method-assign]
+
+
+def _keep_collectives():
+    """Let equal collectives stay two. Ranks without a row send equal zeros for two rows, and others two rows."""
+    from torch._functorch.compile_utils import rand_ops
+
+    # Operations of this list are never merged with equal ones.
+    collectives = torch.ops._c10d_functional
+    rand_ops += [
+        collectives.all_reduce,
+        collectives.all_gather_into_tensor,
+        collectives.reduce_scatter_tensor,
+        collectives.all_to_all_single,
+    ]
 
 
 def _look_into_tuples(cls):

@@ -19,7 +19,7 @@ from distributed.shard import tensor as shard_tensor
 from distributed.shard.axes import unsplit_axes
 from distributed.shard.calls import name_of
 from distributed.shard.guards import SEES_PARTS
-from distributed.shard.operands import check_writable, replicate, scale_grad_by_replicas, to_spec
+from distributed.shard.operands import check_writable, replicate, to_spec, whole_weight
 from distributed.shard.spec import Mesh, Spec
 from distributed.shard.tensor import ShardTensor, dispatch, local, made_whole, no_rule, wrap
 from utils.torch_private import storage_id
@@ -158,7 +158,7 @@ def _gather_all(leaves, mesh):
             wholes.append(local(replicate(x)).clone())
         else:
             # Every rank computes the whole gradient of a plain tensor.
-            wholes.append(scale_grad_by_replicas(x, everywhere))
+            wholes.append(whole_weight(x, everywhere))
     return wholes
 
 

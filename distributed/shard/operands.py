@@ -56,18 +56,18 @@ def sum_partial(x: Operand) -> Operand:
     return whole_sum
 
 
-def scale_grad_by_replicas(x: MaybeTensor, spec: Spec) -> MaybeTensor:
-    """Prepare a plain tensor, such as a weight, for an operation whose result has this spec.
+def whole_weight(x: MaybeTensor, spec: Spec) -> MaybeTensor:
+    """Prepare a weight, whole on this rank, for an operation whose result has this spec; anything else is unchanged.
 
-    If several ranks hold the same result, each of them computes the whole gradient of the weight, not a part. The
-    gradient is then divided by the number of copies, so that the sum over the ranks stays right.
+    x: plain, or a ShardTensor, such as a kernel that the model computes from the image: it is summed and gathered, and
+    its gradient is the sum of those that the ranks compute. If several ranks hold the same result, each of them
+    computes the whole gradient of a plain weight, not a part. It is then divided by the number of copies, so that the
+    sum over the ranks stays right.
     """
-    # Only plain tensors have copies of which each rank computes a gradient.
-    if not isinstance(x, torch.Tensor) or isinstance(x, ShardTensor):
-        return x
-    if spec.copies > 1 and x.requires_grad:
-        return divide_gradient(x, spec.copies)
-    return x
+    if isinstance(x, ShardTensor):
+        return sum_grad_over_replicas(replicate(x), spec)
+    is_copied = isinstance(x, torch.Tensor) and spec.copies > 1
+    return divide_gradient(x, spec.copies) if is_copied and x.requires_grad else x
 
 
 def as_replicated(x: Tensor, spec: Spec) -> ShardTensor:
@@ -75,7 +75,7 @@ def as_replicated(x: Tensor, spec: Spec) -> ShardTensor:
     if isinstance(x, ShardTensor):
         return x
     spec = spec.with_dims(map(unsplit_axes, x.shape), ())
-    return wrap(scale_grad_by_replicas(x, spec), spec)
+    return wrap(whole_weight(x, spec), spec)
 
 
 def common_spec(tensors: Sequence[Tensor]) -> Spec:
@@ -206,8 +206,11 @@ def local_operand(
         broadcasts = n == 1 and size != 1
         wanted.append(() if broadcasts else axes)
     if not isinstance(x, ShardTensor):
-        full = scale_grad_by_replicas(x, result)
+        full = whole_weight(x, result)
         return part_of(full, spec.with_dims(wanted, ()))
+    # A sum goes with a tensor that is a sum itself. Beside any other, its terms must be added up first.
+    if not set(x.spec.partial) <= set(spec.partial):
+        x = sum_partial(x)
     split = to_spec(x, x.spec.with_dims(wanted))
     return sum_grad_over_replicas(split, result)
 
@@ -255,4 +258,4 @@ def scatter_tensor(
     # Parts travel flat, because they differ in shape.
     own = all_to_all(flat, sent, tuple(received), group)  # (elements of this rank,)
     part = own.view(spec.local_shape)
-    return wrap(scale_grad_by_replicas(part, spec), spec)
+    return wrap(whole_weight(part, spec), spec)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from distributed.shard.operands import global_shape, scale_grad_by_replicas, split_alike
+from distributed.shard.operands import global_shape, split_alike, whole_weight
 from distributed.shard.spec import Spec, part_of
 from distributed.shard.tensor import ShardTensor, wrap_result
 
@@ -141,7 +141,8 @@ def fit_of(x: Tensor, spec: Spec, result: Spec | None = None) -> Callable[[Tenso
         broadcasts = n == 1 and size != 1
         wanted.append(() if broadcasts else axes)
     if isinstance(x, ShardTensor):
-        if not split_alike(x.spec, x.spec.with_dims(wanted)):
+        is_sum_alone = not set(x.spec.partial) <= set(spec.partial)
+        if is_sum_alone or not split_alike(x.spec, x.spec.with_dims(wanted)):
             return None
         of_parts = zip(x.spec.placements, result.placements, strict=True)
         is_used_apart = any(own.is_replicate() and not other.is_replicate() for own, other in of_parts)
@@ -152,7 +153,7 @@ def fit_of(x: Tensor, spec: Spec, result: Spec | None = None) -> Callable[[Tenso
     is_scaled = result.copies > 1 and x.requires_grad
     if not own.split_dims and not is_scaled:
         return as_it_is
-    return lambda x: part_of(scale_grad_by_replicas(x, result), own)
+    return lambda x: part_of(whole_weight(x, result), own)
 
 
 def fits_of(

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distributed.collectives import (
     Sizes,
     all_to_all,
+    concatenated,
     divided,
     gather_from_region,
     reduce_from_region,
@@ -222,8 +223,7 @@ def _exchange(local, spec, m, dim, sizes):
     # Cut this rank's part into a block for each rank. Blocks travel flat, because they differ in shape.
     blocks = local.split(sizes, dim)
     sent = tuple([block.numel() for block in blocks])
-    # Without elements here, the gradient would have no graph: the derivative of cat leaves out empty tensors.
-    outgoing = torch.cat([block.flatten() for block in blocks]) if local.numel() else local.flatten()
+    outgoing = concatenated([block.flatten() for block in blocks])
     shape = new.local_shape
     shapes = [(*shape[:old], n, *shape[old + 1 :]) for n in before.sizes]  # of the blocks that arrive
     received = tuple([math.prod(of_block) for of_block in shapes])

@@ -213,19 +213,33 @@ def composed(*functions: Callable) -> Callable[[Rule], Rule]:
 
     def register(implementation: Rule) -> Rule:
         def enabled(func: Callable, *args: Any, **kwargs: Any) -> Any:
-            if is_dynamo_compiling():  # it cannot trace AsShardTensors
-                before = compiled.let_rules_apply(True)
-                result = implementation(func, *args, **kwargs)
-                compiled.let_rules_apply(before)
-                return result
-            with AsShardTensors():
-                return implementation(func, *args, **kwargs)
+            return on_shard_tensors(implementation, func, *args, **kwargs)
 
         rule(*functions)(enabled)
         COMPOSED.update(functions)
         return implementation
 
     return register
+
+
+def composed_as(function: Callable, *functions: Callable) -> None:
+    """Let functions of torch be computed, as by `composed`, by one that takes the same arguments."""
+
+    def implementation(func: Callable, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    composed(*functions)(implementation)
+
+
+def on_shard_tensors(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call a function from within a rule, in which ShardTensors are ShardTensors, not their local parts."""
+    if is_dynamo_compiling():  # it cannot trace AsShardTensors
+        before = compiled.let_rules_apply(True)
+        result = function(*args, **kwargs)
+        compiled.let_rules_apply(before)
+        return result
+    with AsShardTensors():
+        return function(*args, **kwargs)
 
 
 def _method(implementation, function):

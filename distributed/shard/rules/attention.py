@@ -17,11 +17,9 @@ from distributed.shard.axes import unsplit_axes
 from distributed.shard.operands import (
     as_replicated,
     global_shape,
-    replicate,
-    scale_grad_by_replicas,
-    sum_grad_over_replicas,
     sum_partial,
     to_spec,
+    whole_weight,
 )
 from distributed.shard.rules.along import unshard_dims
 from distributed.shard.rules.elementwise import own_stream
@@ -150,7 +148,8 @@ def _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa):
 def _fused(q, k, v, mask, dropout_p, is_causal=False):
     """The plain operation, and no values where there is nothing to compute."""
     if not q.numel():  # this rank has no samples, heads or queries, and torch 2.11 divides by their number
-        return q @ k.mT @ v
+        scores = q @ k.mT
+        return (scores if mask is None else scores * mask) @ v
     return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal)
 
 
@@ -203,11 +202,7 @@ def _of_own_heads(mask, rows):
     """The mask of this rank's samples and heads, and of all queries and keys, as a plain tensor."""
     if mask is None:
         return None
-    if isinstance(mask, ShardTensor):
-        whole = replicate(mask)
-        mask = sum_grad_over_replicas(whole, rows)
-    else:
-        mask = scale_grad_by_replicas(mask, rows)
+    mask = whole_weight(mask, rows)
     missing = 4 - mask.dim()
     samples_and_heads = rows.dims[missing:2]
     return part_of(mask, rows.with_dims(samples_and_heads))

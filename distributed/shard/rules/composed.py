@@ -1,6 +1,6 @@
 """Functions made of other functions, which have rules.
 
-Those of BODIES are Python functions of torch: their bodies run as they are. Those of FORMULAS fit on a line or two.
+Those of BODIES are Python functions of torch: their bodies run as they are. Those of a line or two are in formulas.py.
 """
 
 import math
@@ -16,13 +16,13 @@ from distributed.collectives import reduce_from_region
 from distributed.shard.hacks import without_dispatch
 from distributed.shard.operands import sum_partial
 from distributed.shard.rules.elementwise import own_stream
-from distributed.shard.rules.normalization import of_channels
 from distributed.shard.rules.reductions import drop_dims
 from distributed.shard.rules.windows import ntuple, windows_of
 from distributed.shard.tensor import (
     NoRule,
     ShardTensor,
     composed,
+    composed_as,
     local,
     named,
     no_rule,
@@ -49,77 +49,8 @@ BODIES: list[Any] = [
 ]
 
 
-def _bilinear(input1, input2, weight, bias=None):
-    product = torch.einsum("...i,oij,...j->...o", input1, weight, input2)
-    return product + (0 if bias is None else bias)
-
-
-def _channel_shuffle(input, groups):
-    by_group = input.unflatten(1, (groups, -1))  # (B, groups, C / groups, ...)
-    return by_group.transpose(1, 2).flatten(1, 2)  # (B, C, ...)
-
-
-def _cosine_similarity(x1, x2, dim=1, eps=1e-8):
-    unit1 = F.normalize(x1, dim=dim, eps=eps)
-    unit2 = F.normalize(x2, dim=dim, eps=eps)
-    return (unit1 * unit2).sum(dim)
-
-
-def _dist(input, other, p=2):
-    return torch.linalg.vector_norm(input - other, p)
-
-
-def _pairwise_distance(x1, x2, p=2.0, eps=1e-6, keepdim=False):
-    return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)
-
-
-def _vecdot(x, y, *, dim=-1):
-    return (x.conj() * y).sum(dim)
-
-
-def _fliplr(input):
-    return input.flip(1)
-
-
-def _flipud(input):
-    return input.flip(0)
-
-
-def _prelu(input, weight):
-    scaled = of_channels(weight, input) * input
-    return torch.where(input > 0, input, scaled)
-
-
-# {names in torch: the formula, with torch's names of its arguments}
-FORMULAS: dict[str, Callable[..., Any]] = {
-    "bilinear": _bilinear,
-    "channel_shuffle native_channel_shuffle": _channel_shuffle,
-    "cosine_similarity": _cosine_similarity,
-    "dist": _dist,
-    "fliplr": _fliplr,
-    "flipud": _flipud,
-    "pairwise_distance": _pairwise_distance,
-    "prelu": _prelu,
-    "vecdot": _vecdot,
-}
-
-
-def _register(functions, function):
-    """Let functions of torch be computed by one that takes the same arguments."""
-
-    def implementation(func, *args, **kwargs):
-        return function(*args, **kwargs)
-
-    composed(*functions)(implementation)
-
-
-for _names, _formula in FORMULAS.items():
-    _functions = named(*_names.split())
-    _register(_functions, _formula)
-
-
 for _function in BODIES:
-    _register([_function], without_dispatch(_function))
+    composed_as(without_dispatch(_function), _function)
 
 
 @rule(*named("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided"))

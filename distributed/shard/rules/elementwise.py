@@ -53,6 +53,27 @@ def changes_in_place(func: Callable) -> bool:
 BINARY = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 OPERATORS = [f"__{kind}{name}__" for kind in ("", "r", "i") for name in BINARY]
 NOT_MARKED = (  # other names of marked functions, and functions that copy or fill
+    "arccos",
+    "arccosh",
+    "arcsin",
+    "arcsinh",
+    "arctan",
+    "arctan2",
+    "arctanh",
+    "expit",
+    "fix",
+    "gammainc",
+    "gammaincc",
+    "gammaln",
+    "greater",
+    "greater_equal",
+    "isreal",
+    "less",
+    "less_equal",
+    "multigammaln",
+    "ndtr",
+    "not_equal",
+    "psi",
     "__eq__",
     "__ne__",
     "__lt__",
@@ -81,7 +102,6 @@ NOT_MARKED = (  # other names of marked functions, and functions that copy or fi
     "angle",
     "clone",
     "detach",
-    "detach_",
     "alias",
     "contiguous",
     "cpu",
@@ -95,14 +115,15 @@ NOT_MARKED = (  # other names of marked functions, and functions that copy or fi
     "fill_",
     "copy_",
     "masked_fill_",
-    "abs_",
 )
-ALL_POINTWISE = named(*pointwise_names(), *OPERATORS, *NOT_MARKED)
+NAMES = (*pointwise_names(), *OPERATORS, *NOT_MARKED)
+ALL_POINTWISE = named(*NAMES, *[f"{name}_" for name in NAMES])  # add_ changes its first argument in place
 POINTWISE = [func for func in ALL_POINTWISE if func not in named("where")]  # `where` has a rule of its own
 DROPOUT = set(named("dropout", "dropout_", "alpha_dropout"))
 DRAWING = named("rand_like", "randn_like", "bernoulli", "bernoulli_", "normal_", "uniform_")
 IN_PLACE = {func for func in (*POINTWISE, *DROPOUT, *DRAWING) if changes_in_place(func)}
-CASTS = named("to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool")
+CASTS = named("to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "byte", "char")
+CASTS += named("short", "cfloat", "cdouble", "chalf")
 # Linear functions, f(a + b) = f(a) + f(b), keep a partial tensor partial.
 LINEAR = set(named("neg", "__neg__", "positive", "clone", "contiguous", "detach", "alias", "cpu", "cuda"))
 SCALING = set(named("mul", "multiply", "div", "true_divide", "divide", "__mul__", "__rmul__", "__truediv__"))

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distributed.collectives import concatenated
 from distributed.halo import HaloExchange, bounds
 from distributed.shard.axes import Axis, merged, mesh_dims_of, prefix_axes, unsplit_axes
 from distributed.shard.operands import global_shape, joint_axes, local_operand, sum_partial
 from distributed.shard.plans import Plan, fits_of, planned_else
+from distributed.shard.rules.along import on_whole
 from distributed.shard.rules.reductions import dims_of
 from distributed.shard.rules.views import numbers
 from distributed.shard.spec import Spec, shard_sizes
@@ -64,7 +66,7 @@ def plan_of_join(
 
     def compute(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         parts = [fit(x) for fit, x in zip(fits, tensors, strict=True)]
-        return torch.cat(parts, dim)
+        return concatenated(parts, dim)
 
     return Plan(compute, joined)
 
@@ -86,7 +88,7 @@ def cat(
     dim, specs, joined = joined_specs(func, tensors, dim)
     # Each rank joins the rows that it holds in the result.
     in_place = [local_operand(x, spec) for x, spec in zip(tensors, specs, strict=True)]
-    return wrap(torch.cat(in_place, dim), joined)
+    return wrap(concatenated(in_place, dim), joined)
 
 
 def joinable(tensors: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
@@ -235,6 +237,9 @@ def roll(
     """Shift rows cyclically along dims; without dims, elements of the flattened tensor."""
     if dims is None or dims == ():
         flat = dispatch(torch.flatten, input)
+        is_product = len(flat.spec.dims[0]) > 1  # the rows of each rank are in many pieces
+        if is_product:
+            return on_whole(input, range(len(input.spec.dims)), lambda part: part.roll(shifts))
         rolled = roll(func, flat, shifts, 0)
         return dispatch(torch.reshape, rolled, input.spec.shape)
     spec = input.spec

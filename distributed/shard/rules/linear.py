@@ -19,8 +19,8 @@ from distributed.shard.operands import (
     global_shape,
     joint_axes,
     local_operand,
-    scale_grad_by_replicas,
     sum_partial,
+    whole_weight,
 )
 from distributed.shard.plans import Plan, fits_of, fitted, planned_else
 from distributed.shard.rules.along import split_again, unshard_dims
@@ -105,8 +105,8 @@ def contracted(
     """compute(*local operands) as a ShardTensor, for a function that is linear in each of its operands.
 
     labels: as in an einsum, one label for each dimension of each operand; equal labels mean the same dimension, and
-    size 1 broadcasts. result: labels of the result; what it lacks is summed. bias: a plain tensor over the last
-    dimension of the result, passed as one more argument. Raises RuntimeError where sizes of a label differ.
+    size 1 broadcasts. result: labels of the result; what it lacks is summed. bias: over the last dimension of the
+    result, passed as one more argument. Raises RuntimeError where sizes of a label differ.
     """
     # A product of two sums is not the sum of the products: only one operand may be partial.
     split_operands = [x for x in operands if isinstance(x, ShardTensor)]
@@ -144,7 +144,7 @@ def common_sizes(
 def own_bias(bias: Tensor, out: Spec) -> Tensor:
     """This rank's part of a bias. For a partial result each rank adds an equal share of it."""
     # The shares of a partial result add up to one bias.
-    bias = scale_grad_by_replicas(bias, out)
+    bias = whole_weight(bias, out)
     if out.is_split(-1):
         of_features = out.with_dims(out.dims[-1:], ())
         bias = part_of(bias, of_features)
@@ -179,7 +179,7 @@ def plan_of_rows(
 
     def compute(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         own = None if bias is None else own_bias(bias, out)
-        return F.linear(input, scale_grad_by_replicas(weight, out), own)
+        return F.linear(input, whole_weight(weight, out), own)
 
     return Plan(compute, out)
 
@@ -193,8 +193,6 @@ def linear(
     bias: Tensor | None = None,
 ) -> ShardTensor:
     """(..., D) x (E, D) -> (..., E). If D is split, the result is partial."""
-    if isinstance(bias, ShardTensor):
-        raise no_rule(func, (input, weight, bias), {}, "the bias must be a plain tensor")
     if weight.dim() != 2:
         raise no_rule(func, (input, weight, bias), {}, "the weight must be a matrix")
     batch = [f"b{i}" for i in range(input.dim() - 1)]

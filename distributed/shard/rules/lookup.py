@@ -16,8 +16,8 @@ from distributed.shard.operands import (
     global_shape,
     local_operand,
     redistribute,
-    scale_grad_by_replicas,
     sum_partial,
+    whole_weight,
 )
 from distributed.shard.rules.along import move_split, unshard_dims
 from distributed.shard.spec import Spec, shard_sizes
@@ -120,7 +120,7 @@ def scatter(
         # Every rank needs all indices of rows; a number is the same on all of them.
         if isinstance(y, ShardTensor):
             return y.full_tensor()
-        return scale_grad_by_replicas(y, spec)
+        return whole_weight(y, spec)
 
     if in_place:
         target = input
@@ -134,18 +134,16 @@ def scatter(
     return check_writable(like) if in_place else wrap(out, spec)
 
 
-@rule(*named("bucketize"))
+@rule(*named("bucketize", "isin"))
 def bucketize(
     func: Callable,
     input: ShardTensor,
-    boundaries: Tensor,
+    boundaries: Any,
     **kwargs: Any,
 ) -> ShardTensor:
-    """The place of each element among plain boundaries."""
-    if isinstance(boundaries, ShardTensor):
-        raise no_rule(func, (input, boundaries), kwargs, "boundaries must be plain")
+    """The place of each element among boundaries, or whether it is one of them; every rank has all of these."""
     input = sum_partial(input)
-    places = func(local(input), boundaries, **kwargs)
+    places = func(local(input), whole_weight(boundaries, input.spec), **kwargs)
     return wrap(places, input.spec)
 
 
@@ -240,7 +238,7 @@ def rows_of_plain(func: Callable, x: Tensor, index: Any) -> ShardTensor:
     index = sum_partial(index[0])
     row_dims = map(unsplit_axes, x.shape[1:])
     spec = index.spec.with_dims((*index.spec.dims, *row_dims))
-    table = scale_grad_by_replicas(x, spec)
+    table = whole_weight(x, spec)
     return wrap(table[local(index)], spec)
 
 
@@ -255,13 +253,13 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> ShardTensor:
-    """Look up split indices in a plain table: (...) -> (..., D)."""
-    if isinstance(weight, ShardTensor) or max_norm is not None or scale_grad_by_freq:
-        raise no_rule(func, (input, weight), {}, "indices must be a ShardTensor, the table plain, without max_norm")
+    """Look up split indices in a table, which every rank has whole: (...) -> (..., D)."""
+    if max_norm is not None or scale_grad_by_freq:
+        raise no_rule(func, (input, weight), {}, "with max_norm, or with gradients scaled by frequency")
     input = sum_partial(input)
-    features = unsplit_axes(weight.shape[1])
+    features = unsplit_axes(global_shape(weight)[1])
     spec = input.spec.with_dims((*input.spec.dims, features))
-    table = scale_grad_by_replicas(weight, spec)
+    table = whole_weight(weight, spec)
     rows = F.embedding(local(input), table, padding_idx, sparse=sparse)  # (..., D)
     return wrap(rows, spec)
 

@@ -12,7 +12,7 @@ from torch.nn import _reduction
 from torch.nn import functional as F
 
 from distributed.shard.axes import unsplit_axes
-from distributed.shard.operands import global_shape, local_operand, scale_grad_by_replicas, sum_partial
+from distributed.shard.operands import global_shape, local_operand, sum_partial, whole_weight
 from distributed.shard.rules.elementwise import broadcast
 from distributed.shard.rules.reductions import autocast_dtype, drop_dims, reduced_spec
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
@@ -78,6 +78,9 @@ def named_reduction(
     F.smooth_l1_loss,
     F.huber_loss,
     F.kl_div,
+    F.soft_margin_loss,
+    F.poisson_nll_loss,
+    F.hinge_embedding_loss,
     F.binary_cross_entropy,
     F.binary_cross_entropy_with_logits,
 )
@@ -132,8 +135,8 @@ def class_loss(
     label_smoothing: float = 0.0,
 ) -> ShardTensor:
     """Loss over classes. input: (C,) or (B, C, ...), classes not split. target: indices (B, ...), or probabilities."""
-    if not isinstance(input, ShardTensor) or isinstance(weight, ShardTensor):
-        raise no_rule(func, (input, target, weight), {}, "the input must be a ShardTensor, the weight a plain tensor")
+    if not isinstance(input, ShardTensor):
+        raise no_rule(func, (input, target), {}, "the input must be a ShardTensor")
     x = sum_partial(input)
     target = sum_partial(target)
     reduction = named_reduction(reduction, size_average, reduce)
@@ -151,7 +154,7 @@ def class_loss(
         raise ValueError(f"{func.__name__}: target {target_shape} of input {tuple(spec.shape)}")
     part = local_operand(target, target_spec)
     smoothing = {"label_smoothing": label_smoothing} if func is F.cross_entropy else {}
-    own_weight = scale_grad_by_replicas(weight, spec)  # (C,)
+    own_weight = whole_weight(weight, spec)  # (C,)
     loss = func(local(x), part, own_weight, ignore_index=ignore_index, reduction="none", **smoothing)
     # A sum over split dimensions is a partial tensor.
     if reduction != "mean":
@@ -160,9 +163,9 @@ def class_loss(
     # The mean divides by the weights of the targets; a target that is ignored has none.
     is_ignored = part == ignore_index
     counts = (~is_ignored).to(loss.dtype) if has_indices else torch.ones_like(loss)
-    if has_indices and weight is not None:
+    if has_indices and own_weight is not None:
         valid = torch.where(is_ignored, 0, part)  # any class will do where the count is 0
-        counts = weight[valid] * counts
+        counts = own_weight[valid] * counts
 
     # The sums of losses and counts are added up over the ranks in one all-reduce.
     every_dim = range(len(each.dims))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.shard.operands import replicate, scale_grad_by_replicas, sum_partial
+from distributed.shard.operands import replicate, sum_partial, whole_weight
 from distributed.shard.rules.normal import normalized
 from distributed.shard.rules.reductions import autocast_dtype, dims_of
 from distributed.shard.tensor import (
@@ -17,6 +17,7 @@ from distributed.shard.tensor import (
     dispatch,
     local,
     named,
+    on_shard_tensors,
     rule,
     wrap,
     wrap_result,
@@ -42,7 +43,12 @@ def of_channels(weight: MaybeTensor, x: Tensor) -> MaybeTensor:
     if weight is None:
         return None
     ones_behind = [1] * (x.dim() - 2)
-    return weight.view(-1, *ones_behind)
+    return on_shard_tensors(_view, weight, (-1, *ones_behind))
+
+
+def _view(x, shape):
+    """A weight in another shape; in a rule, a ShardTensor is its local part alone."""
+    return x.view(shape)
 
 
 @rule(*named("layer_norm"))
@@ -72,8 +78,8 @@ def layer_norm(
 
     # The common case: each rank normalizes its rows by the plain operation.
     if spec.copies > 1:
-        weight = scale_grad_by_replicas(weight, spec)
-        bias = scale_grad_by_replicas(bias, spec)
+        weight = whole_weight(weight, spec)
+        bias = whole_weight(bias, spec)
     if type(x) is not ShardTensor:  # a fake one bears no backward pass
         y = F.layer_norm(local(x), normalized_shape, weight, bias, eps)
         return wrap(y, spec)
@@ -95,7 +101,7 @@ def rms_norm(
     dims = last_dims(func, input, normalized_shape)
     is_whole = not any(spec.is_split(dim) for dim in dims)
     if is_whole and not isinstance(weight, ShardTensor):
-        weight = scale_grad_by_replicas(weight, spec)
+        weight = whole_weight(weight, spec)
         y = F.rms_norm(local(x), normalized_shape, weight, eps)
         return wrap(y, spec)
 
@@ -141,8 +147,8 @@ def group_norm(
     dims = range(2, len(x.spec.dims))
     ones = [1] * (len(dims) - 1)
     shape = (num_groups, -1, *ones)  # of the weights: (groups, C / groups, 1, ...)
-    weight = None if weight is None else weight.view(shape)
-    bias = None if bias is None else bias.view(shape)
+    weight = None if weight is None else on_shard_tensors(_view, weight, shape)
+    bias = None if bias is None else on_shard_tensors(_view, bias, shape)
     y, _, _ = normalized(x, dims, eps, weight, bias)
     return dispatch(torch.flatten, y, 1, 2)
 
@@ -165,11 +171,8 @@ def batch_norm(
     """
     shape = input.spec.shape
     if not training:
-        # With known statistics the layer is one product and one sum for each element.
-        inverse_root = (running_var + eps).rsqrt()  # (C,)
-        scale = inverse_root * (1 if weight is None else weight)
-        shift = (0 if bias is None else bias) - running_mean * scale
-        return scaled(input, of_channels(scale, input), of_channels(shift, input), input)
+        y = on_shard_tensors(_evaluated, input, running_mean, running_var, weight, bias, eps)
+        return dispatch(Tensor.to, y, autocast_dtype(input))
     channels = max(shape[1], 1)
     count = shape.numel() // channels  # global: samples times points
     if count <= 1:
@@ -183,6 +186,14 @@ def batch_norm(
         unbiased = dispatch(torch.mul, var, count / (count - 1))
         update(running_mean, running_var, [mean, unbiased], momentum)
     return y
+
+
+def _evaluated(x, running_mean, running_var, weight, bias, eps):
+    """Normalization with known statistics (C,): one product and one sum for each element of (B, C, ...)."""
+    inverse_root = (running_var + eps).rsqrt()  # (C,)
+    scale = inverse_root * (1 if weight is None else weight)
+    shift = (0 if bias is None else bias) - running_mean * scale
+    return x * of_channels(scale, x) + of_channels(shift, x)
 
 
 @torch.no_grad()

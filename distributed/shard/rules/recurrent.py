@@ -11,8 +11,8 @@ from distributed.shard.operands import (
     as_replicated,
     global_shape,
     local_operand,
-    scale_grad_by_replicas,
     sum_partial,
+    whole_weight,
 )
 from distributed.shard.rules.along import on_whole, unshard_dims
 from distributed.shard.tensor import ShardTensor, dispatch, no_rule, rule
@@ -55,7 +55,7 @@ def recurrent(
         of_state = x.spec.with_dims((unsplit_axes(count), batch, unsplit_axes(features)))
         parts.append(local_operand(sum_partial(state), of_state))
     # Weights are plain: ranks with the same samples share their gradient.
-    own_weights = [scale_grad_by_replicas(weight, x.spec) for weight in weights]
+    own_weights = [whole_weight(weight, x.spec) for weight in weights]
 
     def compute(part: Tensor) -> tuple[Tensor, ...]:
         """(T, b, D) of this rank's samples -> their outputs (T, b, D'), and their last states (layers, b, D')."""

@@ -80,7 +80,7 @@ def plan_of_pieces(func: Callable, input: ShardTensor, dim: int, ends: Iterable[
     return Plan(compute, specs)
 
 
-@rule(*named("split", "split_with_sizes"))
+@rule(*named("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"))
 @planned
 def split(
     func: Callable,
@@ -122,7 +122,7 @@ def tensor_split(
     return plan_of_pieces(func, input, dim, [*cuts, size])
 
 
-@rule(*named("chunk"))
+@rule(*named("chunk", "unsafe_chunk"))
 @planned
 def chunk(
     func: Callable,

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from distributed.collectives import Group, Sizes, at_least_float32, tensor_on
 from distributed.halo import HaloExchange, Interval, bounds
-from distributed.shard.calls import flatten_arguments
-from distributed.shard.operands import scale_grad_by_replicas, sum_partial
+from distributed.shard.operands import sum_partial, whole_weight
 from distributed.shard.rules.windows import Splits, Window
 from distributed.shard.tensor import (
     Rule,
@@ -219,11 +218,8 @@ def spatially(
     """Call a function of local tensors on this rank's part of the input, and wrap its output.
 
     implementation(func, part, splits, ...) computes where a spatial dimension is split, func(part, ...) where none is.
-    Raises no_rule for weights that are ShardTensors, and for split channels where func mixes them.
+    Raises no_rule for split channels where func mixes them.
     """
-    has_split_weights = any(isinstance(a, ShardTensor) for a in flatten_arguments(args, kwargs))
-    if has_split_weights or not isinstance(input, ShardTensor):
-        raise no_rule(func, (input, *args), kwargs, "the weights of a layer are plain tensors")
     x = sum_partial(input)
     dims = spatial_dims_of(x, func)
     part = local(x)
@@ -231,8 +227,8 @@ def spatially(
     mixes_channels = func in CONVOLUTIONS
     if mixes_channels and x.spec.is_split(channels):
         raise no_rule(func, (x,), {}, "channels are split")
-    args = tuple([scale_grad_by_replicas(a, x.spec) for a in args])
-    kwargs = {name: scale_grad_by_replicas(a, x.spec) for name, a in kwargs.items()}
+    args = tuple([whole_weight(a, x.spec) for a in args])
+    kwargs = {name: whole_weight(a, x.spec) for name, a in kwargs.items()}
     splits = splits_of(x, dims)
     if splits:
         y, sizes = implementation(func, part, splits, *args, **kwargs)
