@@ -14,12 +14,13 @@ from distributed.shard.axes import Axes, Axis, merged, mesh_dims_of, unsplit_axe
 from distributed.shard.operands import (
     check_writable,
     global_shape,
+    gradient_spec,
     local_operand,
     redistribute,
     scale_grad_by_replicas,
     sum_partial,
 )
-from distributed.shard.rules.along import move_split, unshard_dims
+from distributed.shard.rules.along import move_split, restore_sharding, unshard_dims
 from distributed.shard.spec import Spec, shard_sizes
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
@@ -36,8 +37,8 @@ def gather(
 ) -> ShardTensor:
     """Elements of input (..., N, ...) by indices (..., M, ...) along dim -> (..., M, ...).
 
-    The dimension becomes whole. The indices, of the tensor's size in all others, are brought to its split. Raises
-    no_rule for a plain tensor.
+    The dimension becomes whole, and is split again in the result. The indices, of the tensor's size in all others, are
+    brought to its split. Raises no_rule for a plain tensor.
     """
     if func.__name__ == "take_along_dim" and isinstance(dim, Tensor):
         # take_along_dim(input, indices, dim) has its arguments in another order.
@@ -51,7 +52,8 @@ def gather(
     own_index = split_as(func, x.spec, dim, index)
     elements = local(x).gather(dim, own_index)  # (..., M, ...)
     count = global_shape(index)[dim]
-    return wrap(elements, x.spec.with_axes(dim, unsplit_axes(count)))
+    found = wrap(elements, x.spec.with_axes(dim, unsplit_axes(count)))
+    return restore_sharding(found, gradient_spec(input.spec))
 
 
 def split_as(
@@ -90,8 +92,8 @@ def scatter(
     """Write or add to input (..., N, ...) along dim, and return it, or a changed copy of it.
 
     scatter takes an index for each element, (..., M, ...). index_add and the like take one for each row, (M,). The
-    dimension becomes whole, and where an operand is a plain tensor, it is split as the ShardTensor among them. Raises
-    no_rule for a change in place of a plain tensor or along a split dimension.
+    dimension becomes whole, and is split again in the result. An operand that is a plain tensor is split as the
+    ShardTensor among them. Raises no_rule for a change in place of a plain tensor or along a split dimension.
     """
     for name in ("src", "value", "source"):
         if name in kwargs:
@@ -131,7 +133,7 @@ def scatter(
     own_index = part(index)
     own_source = part(source)
     out = func(target, dim, own_index, own_source, *args, **kwargs)
-    return check_writable(like) if in_place else wrap(out, spec)
+    return check_writable(like) if in_place else restore_sharding(wrap(out, spec), gradient_spec(like.spec))
 
 
 @rule(*named("bucketize"))
