@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from tests.support.shard_parity import Case, X, check_all
+from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, messages, split
 
 FLOAT = 4  # bytes
 
@@ -57,3 +57,38 @@ def drawn(strategy, count):
 def test_a_graph_is_right_at_any_batch_size_and_split(ranks):
     for size in (2, 3):
         ranks(size, check_all, drawn(graphs(size), 40))
+
+
+def grid_edges(height, columns):
+    """Edges (2, E) to the four neighbours of each point, periodic along longitude, one direction after the other."""
+    nodes = torch.arange(height * columns).view(height, columns)
+    pairs = []
+    for rows, shift in ((0, 1), (0, -1), (1, 0), (-1, 0)):
+        other = nodes.roll((rows, shift), (0, 1))
+        kept = slice(max(rows, 0), height + min(rows, 0))
+        pairs.append(torch.stack([other[kept].flatten(), nodes[kept].flatten()]))
+    return torch.cat(pairs, 1)
+
+
+def counted(edges, shape, sizes=None, dtype=torch.float32):
+    """(forward calls, bytes, backward calls, bytes, bytes kept for backward) of the messages between nodes of an image."""
+    case = X(shape, (2,), sizes and {0: sizes})
+    x = split(draw(shape, dtype, 0), case, domain_mesh())
+    weight = draw((shape[1], 2 * shape[1]), dtype, 1)
+
+    def nodes_of(x):
+        source, target = edges
+        nodes = x.flatten(2).transpose(1, 2)
+        ends = torch.cat([nodes[:, source], nodes[:, target]], -1)
+        return torch.zeros_like(nodes).index_add(1, target, F.linear(ends, weight))
+
+    nodes_of(x)  # plans
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        found = messages(nodes_of, x)
+    return [*found, sum(kept.values())]

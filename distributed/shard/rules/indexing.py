@@ -12,6 +12,7 @@ from distributed.shard.axes import Axes, Axis, mesh_dims_of, prefix_axes, unspli
 from distributed.shard.operands import redistribute, sum_partial
 from distributed.shard.plans import Plan, planned_else
 from distributed.shard.rules.along import unshard_dims
+from distributed.shard.rules.edges import find_rows
 from distributed.shard.rules.lookup import mask_of, masked, rows_of_plain
 from distributed.shard.rules.spatial import no_outputs
 from distributed.shard.spec import Spec
@@ -50,6 +51,12 @@ def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
     items = index_items(func, x, index)
     of_dims = [item for item in items if item is not None]
     indexed_by_tensors = [dim for dim, item in enumerate(of_dims) if isinstance(item, Tensor)]
+    if len(indexed_by_tensors) == 1 and x.spec.is_split(indexed_by_tensors[0]):
+        (dim,) = indexed_by_tensors
+        takes_all = all(item == slice(None) for d, item in enumerate(items) if d != dim)
+        found = find_rows(sum_partial(x), dim, items[dim]) if takes_all else None
+        if found is not None:
+            return found
     before = x.spec
     x = unshard_dims(x, indexed_by_tensors)
     spec, local_index = locate(func, x, items)

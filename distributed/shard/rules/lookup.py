@@ -10,7 +10,8 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 from distributed.collectives import all_gather
-from distributed.shard.axes import Axes, Axis, merged, mesh_dims_of, unsplit_axes
+from distributed.shard.axes import Axes, Axis, check_order, merged, mesh_dims_of, unsplit_axes
+from distributed.shard.constants import row_numbers
 from distributed.shard.operands import (
     check_writable,
     global_shape,
@@ -21,6 +22,7 @@ from distributed.shard.operands import (
     sum_partial,
 )
 from distributed.shard.rules.along import move_split, restore_sharding, unshard_dims
+from distributed.shard.rules.edges import find_rows, scatter_rows
 from distributed.shard.spec import Spec, shard_sizes
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
@@ -48,12 +50,16 @@ def gather(
     if dim is None or not isinstance(input, ShardTensor):
         raise no_rule(func, (input, index), {}, "of a plain tensor, or without a dimension")
     dim = dim % len(input.spec.dims)
+    rows = row_numbers(index, dim, input.spec.shape)
+    found = find_rows(sum_partial(input), dim, rows) if rows is not None and input.spec.is_split(dim) else None
+    if found is not None:
+        return found
     x = unshard_dims(input, (dim,))
     own_index = split_as(func, x.spec, dim, index)
     elements = local(x).gather(dim, own_index)  # (..., M, ...)
     count = global_shape(index)[dim]
-    found = wrap(elements, x.spec.with_axes(dim, unsplit_axes(count)))
-    return restore_sharding(found, gradient_spec(input.spec))
+    elements_found = wrap(elements, x.spec.with_axes(dim, unsplit_axes(count)))
+    return restore_sharding(elements_found, gradient_spec(input.spec))
 
 
 def split_as(
@@ -98,6 +104,9 @@ def scatter(
     for name in ("src", "value", "source"):
         if name in kwargs:
             source = kwargs.pop(name)
+    changed = scatter_rows(func, input, dim, index, source, *args, **kwargs)
+    if changed is not None:
+        return changed
     # The split of the first ShardTensor that has the dimensions of the input decides.
     split_operands = [x for x in (input, source, index) if isinstance(x, ShardTensor)]
     like = next(x for x in split_operands if x.dim() == input.dim())
@@ -206,6 +215,7 @@ def in_order(x: ShardTensor, count: int) -> ShardTensor:
     """
     spec = x.spec
     axes = merged(chain.from_iterable(spec.dims[:count]))
+    check_order(axes)
     # Pieces of a single axis follow each other already.
     if len(axes) < 2:
         return x
