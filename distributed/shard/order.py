@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distributed.collectives import Group, all_to_all, gather_from_region, shard_sizes
 from distributed.shard.axes import Axes, Axis, has_order
-from distributed.shard.spec import Spec, cut_over, part_of
+from distributed.shard.spec import Spec, cut_over
 from distributed.shard.tensor import ShardTensor, local, wrap
 
 Rows = list[np.ndarray]  # numbers of the rows that each rank of a group holds, or wants
@@ -76,9 +76,19 @@ def held_rows(spec: Spec, dim: int) -> tuple[Rows, Group]:
     (group,) = spec.mesh.groups_of(_mesh_dims(axes))
     if has_order(axes):
         return axes[0].order.rows, group
-    of_dim = Spec(spec.mesh, (axes,))
-    every_row = torch.from_numpy(np.arange(spec.shape[dim]))
-    held = [part_of(every_row, of_dim, rank).numpy() for rank in spec.ranks(dim)]
+    # The rows ahead of the product of axes, and a dimension for each axis.
+    ahead, behind = np.split(np.arange(spec.shape[dim]), [axes[0].prefix])
+    product = behind.reshape([axis.size for axis in axes])
+    held = []
+    for rank in spec.ranks(dim):
+        own = product
+        for place, axis in enumerate(axes):
+            if axis.sizes is not None:
+                coordinate = spec.coordinate(axis.mesh_dim, rank)
+                start = sum(axis.sizes[:coordinate])
+                own = own.take(range(start, start + axis.sizes[coordinate]), place)
+        first = ahead if spec.is_first(axes, rank) else ahead[:0]
+        held.append(np.concatenate([first, own.reshape(-1)]))
     return held, group
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
@@ -54,7 +55,7 @@ def owner_order(x: Spec, dim: int, index: Index) -> Order:
 
     def make() -> Order:
         held, group = held_rows(x, dim)
-        owner = torch.empty(x.shape[dim], dtype=torch.int64).numpy()
+        owner = np.empty(x.shape[dim], np.int64)
         for rank, rows in enumerate(held):
             owner[rows] = rank
         return Order(owner[index.rows(x.shape[dim])], group.size, x.dims[dim])
