@@ -1,14 +1,29 @@
 """Rows that tensors of indices find along a split dimension: graphs of nodes and edges, and tables of neighbours."""
 
+import gc
+from unittest import mock
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, evaluate, messages, split
-
-FLOAT = 4  # bytes
+from distributed.shard import constants
+from distributed.shard_tensor import local
+from tests.support.compiled_parity import check_compiled
+from tests.support.shard_parity import (
+    Case,
+    X,
+    check_all,
+    domain_mesh,
+    draw,
+    evaluate,
+    messages,
+    split,
+    without,
+)
+from utils.torch_private import storage_id
 
 
 def message_passing(x, weight, kernel, edges=None):
@@ -60,41 +75,6 @@ def test_a_graph_is_right_at_any_batch_size_and_split(ranks):
         ranks(size, check_all, drawn(graphs(size), 40))
 
 
-def grid_edges(height, columns):
-    """Edges (2, E) to the four neighbours of each point, periodic along longitude, one direction after the other."""
-    nodes = torch.arange(height * columns).view(height, columns)
-    pairs = []
-    for rows, shift in ((0, 1), (0, -1), (1, 0), (-1, 0)):
-        other = nodes.roll((rows, shift), (0, 1))
-        kept = slice(max(rows, 0), height + min(rows, 0))
-        pairs.append(torch.stack([other[kept].flatten(), nodes[kept].flatten()]))
-    return torch.cat(pairs, 1)
-
-
-def counted(edges, shape, sizes=None, dtype=torch.float32):
-    """(forward calls, bytes, backward calls, bytes, bytes kept for backward) of the messages between nodes of an image."""
-    case = X(shape, (2,), sizes and {0: sizes})
-    x = split(draw(shape, dtype, 0), case, domain_mesh())
-    weight = draw((shape[1], 2 * shape[1]), dtype, 1)
-
-    def nodes_of(x):
-        source, target = edges
-        nodes = x.flatten(2).transpose(1, 2)
-        ends = torch.cat([nodes[:, source], nodes[:, target]], -1)
-        return torch.zeros_like(nodes).index_add(1, target, F.linear(ends, weight))
-
-    nodes_of(x)  # plans
-    kept = {}
-
-    def keep(tensor):
-        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        found = messages(nodes_of, x)
-    return [*found, sum(kept.values())]
-
-
 EDGES = torch.tensor(
     [[0, 9, 4, 4, 11, 2, 7, 1, 0, 5, 10, 3, 8, 6, 6], [1, 0, 5, 3, 10, 2, 6, 0, 11, 4, 11, 2, 7, 7, 1]]
 )
@@ -108,7 +88,8 @@ FOUND = [  # of x and y (2, 12, 3), split along the nodes, and z plain (3, 3)
     "x[:, s].reshape(2, 5, 3, 3)", "x[:, s].flatten(1)", "torch.cat([x[:, s], y[:, t]], 1)", "x[:, s][:, s % 9]",
     "torch.stack([x[:, s], y[:, t]], 1)", "x[:, s].split([1, 2], -1)[1]", "x[:, s].sort(1).values",
     "x[:, s].amax(1) + x[:, s].mean((1, 2))[:, None] + x[:, s].var(1)", "x[:, s] + torch.arange(15.0)[:, None]",
-    "x.gather(1, s[None, :, None].expand(2, -1, 3))", "x[:, s][x[:, s] > 0].sum()", "torch.where(y[:, s] > 0, x[:, s], 0)",
+    "x.gather(1, s[None, :, None].expand(2, -1, 3))", "x[:, s][x[:, s] > 0].sum()",
+    "torch.where(y[:, s] > 0, x[:, s], 0)",
     "x.transpose(1, 2)[..., s]", "x[0][s]", "x[0, :, 0][s].cumsum(0)", "x[:, s[:1]] * 2", "x[:, s[:0]].sum(1)",
 ]  # fmt: skip
 SUMMED = [
@@ -119,13 +100,15 @@ SUMMED = [
     *(f"y.scatter_reduce(1, t[:, None].expand_as(x[:, s]), x[:, s], '{kind}', include_self={own})"
       for kind in ("sum", "mean", "amax", "amin") for own in (True, False)),
     "x.new_zeros(2, 12, 3).scatter_add_(1, t[:, None].expand_as(x[:, s]), x[:, s])",
-    "torch.zeros(2, 12, 3).double().index_add_(1, t, x[:, s]) + y", "torch.zeros(2, 12, 3).double().index_add(1, t, x[:, s] * y[:, t])",
-    "torch.zeros(2, 7, 3).double().index_add(1, t % 7, x[:, s])", "y.index_copy(1, k[:, 0] % 12, x)", "y.index_fill(1, t, 2.0)",
+    "torch.zeros(2, 12, 3).double().index_add_(1, t, x[:, s]) + y",
+    "torch.zeros(2, 12, 3).double().index_add(1, t, x[:, s] * y[:, t])",
+    "torch.zeros(2, 7, 3).double().index_add(1, t % 7, x[:, s])", "y.index_copy(1, k[:, 0] % 12, x)",
+    "y.index_fill(1, t, 2.0)", "y.index_add(1, t, x[:, s]).index_add(1, s, x[:, t])",
     "torch.zeros_like(x).index_add(1, t, (x[:, s] * (x[:, s] * y[:, t]).sum(-1, keepdim=True).sigmoid())) @ z",
-    "y.index_add(1, t, x[:, s]).index_add(1, s, x[:, t])", "y.index_add(1, t, torch.cat([x[:, s[:5]], x[:, t[5:]]], 1))",
-    "y.index_add(1, t, torch.cat([x, y[:, 1:4]], 1))", "x[:, s].index_add(1, k[:, 1], y)",
+    "y.index_add(1, t, torch.cat([x[:, s[:5]], x[:, t[5:]]], 1))", "x[:, s].index_add(1, k[:, 1], y)",
     "torch.autograd.grad(x[:, s].square().sum(), x, create_graph=True)[0]",
 ]  # fmt: skip
+PIECES = ["y.index_add(1, t, torch.cat([x, y[:, 1:4]], 1))"]  # edges in contiguous pieces
 WRITTEN = [
     "write(x[:, s] * 1, y[:, t])", "(x[:, s] * 1).mul_(y[:, t])", "(x[:, s] * 1).index_fill_(1, t[:3], 0.0)",
 ]  # fmt: skip
@@ -154,3 +137,130 @@ def cases_of_tiles(codes, image):
 
 TILES = X((2, 3, 4, 3), (2, 3), {0: (3, 1), 1: (1, 2)})
 BANDS = X((2, 12, 3), (1,), {0: (5, 0, 7)}), X((2, 12, 3), (1,))
+
+
+def test_rows_that_constant_indices_find_are_those_of_the_whole(ranks):
+    ranks(3, check_all, cases_of(FOUND + SUMMED + PIECES + WRITTEN, BANDS))
+
+
+@pytest.mark.slow("four ranks, each with a tile of the nodes")
+def test_on_tiles_too(ranks):
+    ranks(4, check_all, cases_of_tiles(FOUND + SUMMED + WRITTEN, TILES))
+
+
+def test_compiled_code_which_knows_no_values_gives_the_same(ranks):
+    names = {"s": EDGES[0], "t": EDGES[1]}
+    codes = "x[:, s] + y[:, t]", "y.index_add(1, t, x[:, s] @ z)"
+    cases = [Case(code, BANDS, ((3, 3),), (), torch.float64, names) for code in codes]
+    assert ranks(3, check_compiled, cases) == [{}] * 3
+
+
+def nothing_received(rows, sent, received, group):
+    return rows.sum() * 0 + rows.new_zeros(sum(received), *rows.shape[1:])
+
+
+@pytest.mark.parametrize("code", ["x[:, s] * y[:, t]", "x[:, k]", "y.index_add(1, t, x[:, s])"])
+def test_a_missing_exchange_is_noticed(ranks, code):
+    (case,) = cases_of([code], BANDS)
+    found = ranks(3, without, "distributed.shard.order.all_to_all", nothing_received, case)
+    assert any(message and "output 0" in message for message in found)
+
+
+GRID = 32, 64
+
+
+def grid_edges(height, columns):
+    """Edges (2, E) from the four neighbours of each point, periodic along longitude, one direction after the other."""
+    nodes = torch.arange(height * columns).view(height, columns)
+    pairs = [(nodes.roll(shift, 1), nodes) for shift in (1, -1)]
+    pairs += [(nodes[1:], nodes[:-1]), (nodes[:-1], nodes[1:])]
+    return torch.cat([torch.stack(pair).flatten(1) for pair in pairs], 1)
+
+
+def of_grid(x, weight, edges):
+    source, target = edges
+    nodes = x.flatten(2).transpose(1, 2)
+    ends = torch.cat([nodes[:, source], nodes[:, target]], -1)
+    return torch.zeros_like(nodes).index_add(1, target, F.linear(ends, weight))
+
+
+def kept_for_backward(function, *args):
+    """Bytes that the backward pass of function(*args) keeps, beside its arguments."""
+    given = {storage_id(local(x)) for x in args}
+    kept = {}
+
+    def keep(tensor):
+        if storage_id(tensor) not in given:
+            kept[storage_id(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        function(*args)
+    return sum(kept.values())
+
+
+def cost_of_grid(sizes=None):
+    """(messages of forward and backward, bytes kept for backward here, and on one device)."""
+    full, weight = draw((2, 12, *GRID), torch.float32, 0), draw((12, 24), torch.float32, 1)
+    x = split(full, X(full.shape, (2,), sizes and {0: sizes}), domain_mesh())
+    edges = grid_edges(*GRID)
+    found = messages(of_grid, x, weight, edges)
+    return found, kept_for_backward(of_grid, x, weight, edges), kept_for_backward(of_grid, full, weight, edges)
+
+
+@pytest.mark.parametrize("sizes", [None, (9, 1, 7, 15)], ids=["even", "uneven"])
+def test_a_graph_sends_the_rows_of_its_border_and_keeps_its_share(ranks, sizes):
+    row = 2 * 12 * GRID[1] * 4  # bytes of a row of the grid, 2 samples of 12 features in float32
+    for rank, (found, kept, of_one) in enumerate(ranks(4, cost_of_grid, sizes)):
+        neighbours = 1 if rank in (0, 3) else 2
+        assert found == [{"all_to_all": 1}, {"all_to_all": neighbours * row}] * 2
+        share = 0.3 if sizes is None else sizes[rank] / GRID[0] * 1.2
+        assert kept < share * of_one
+
+
+def replanned():
+    """Lookups by a buffer that changes in place: errors, and how often its values were read."""
+    full = draw((2, 12, 3), torch.float32, 0).detach()
+    x = split(full, BANDS[0], domain_mesh())
+    edges = EDGES.clone()
+    gc.collect()  # a mock keeps its arguments
+    errors, reads = [], []
+    with mock.patch.object(constants, "read", wraps=constants.read) as read:
+        for change in (lambda: None, lambda: None, lambda: edges.roll(1), lambda: edges.copy_(EDGES.flip(1))):
+            change()
+            source, target = edges  # new views of the same buffer
+            found = (x[:, source] - x[:, target]).full_tensor()
+            expected = full[:, edges[0]] - full[:, edges[1]]
+            errors.append((found - expected).abs().max().item())
+            reads.append(read.call_count)
+    return errors, reads, len(constants._seen)
+
+
+def test_an_index_is_read_once_and_again_when_it_changes(ranks):
+    for errors, reads, _ in ranks(3, replanned):
+        assert errors == [0.0] * 4
+        assert reads == [2, 2, 2, 4]
+    (_, _, before), *_ = ranks(3, replanned)
+    (_, _, after), *_ = ranks(3, replanned)
+    assert after == before  # what was planned ends with its tensor
+
+
+def wrong_numbers():
+    x = split(draw((2, 12, 3), torch.float32, 0), BANDS[0], domain_mesh())
+    messages = []
+    for function in (
+        lambda: x[:, torch.tensor([0, 12])],
+        lambda: x.index_add(1, torch.tensor([-13]), x[:, :1]),
+        lambda: x[:, EDGES[0]][:, 1].mul_(2),
+    ):
+        with pytest.raises((IndexError, NotImplementedError)) as error:
+            function()
+        messages.append(str(error.value))
+    return messages
+
+
+def test_wrong_numbers_and_writing_to_copies_are_errors_on_every_rank(ranks):
+    for outside, below, copied in ranks(3, wrong_numbers):
+        assert "index 12 is out of bounds for a dimension of size 12" in outside
+        assert "index -13 is out of bounds" in below
+        assert "in place on what __getitem__ copied" in copied

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves, tree_map
 
 from distributed.collectives import Group
@@ -111,6 +112,8 @@ def scatter_rows(
     source: (..., E, ...), of any split, or a number. Where a function adds, edges stay on their ranks, and each rank
     sends a sum for each row of the border. Other functions want each edge where its row is.
     """
+    if is_dynamo_compiling():  # it has no values
+        return None
     name = func.__name__
     dim = dim % input.dim()
     spec = _spec_of_target(input, dim, source)
