@@ -26,12 +26,16 @@ class Index:
         self.values = values
         self.plans: dict[tuple, Any] = {}  # kept as long as the tensor
 
-    def rows(self, size: int) -> np.ndarray:
-        """The values as numbers of rows of a dimension of this size; raises IndexError for others."""
+    def rows(self, size: int, lowest: int | None = None) -> np.ndarray:
+        """The values as numbers of rows of a dimension of this size. lowest: by default -size, counted from the end.
+
+        Raises IndexError for others.
+        """
+        lowest = -size if lowest is None else lowest
         low = self.values.min(initial=0)
         high = self.values.max(initial=-1)
-        if low < -size or high >= size:
-            wrong = low if low < -size else high
+        if low < lowest or high >= size:
+            wrong = low if low < lowest else high
             raise IndexError(f"index {wrong} is out of bounds for a dimension of size {size}")
         return self.values % max(size, 1)
 

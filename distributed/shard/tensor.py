@@ -207,7 +207,7 @@ class ReorderedTensor(ShardTensor):
 
 
 # Set by rules/edges.py: what computes a function of ReorderedTensors, and what brings the rows of one into order.
-in_any_order: Callable[[Callable, Sequence[Any], dict[str, Any]], Any] | None = None
+in_any_order: Callable[[Callable, tuple, dict[str, Any]], Any] | None = None
 put_in_order: Callable[[ShardTensor], ShardTensor] | None = None
 
 

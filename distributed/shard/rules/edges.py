@@ -9,7 +9,7 @@ The dimension of edges has an Order (order.py). The functions below know it, or 
 other one the edges come into their global order first, in contiguous pieces: one all-to-all.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -131,26 +131,16 @@ def scatter_rows(
     if in_place and not split_alike(target.spec, spec):
         return None
 
-    # The edges stay where they are, or come to their rows.
-    mesh_dims = mesh_dims_of(spec.dims[dim])
-    stays = isinstance(source, ShardTensor) and mesh_dims_of(source.spec.dims[dim]) == mesh_dims
-    if stays and _adds(name, *args, **kwargs):
+    # Where a function adds, the edges stay where they are; else each comes to its row.
+    of_edges = spec.with_axes(dim, ordered_axes(owner_order(spec, dim, index), spec, spec.dims[dim]))
+    if isinstance(source, ShardTensor) and _adds(name, *args, **kwargs):
         axes = source.spec.dims[dim]
-    else:
-        axes = ordered_axes(owner_order(spec, dim, index), spec, spec.dims[dim])
-    of_edges = spec.with_axes(dim, axes)
+        if mesh_dims_of(axes) == mesh_dims_of(spec.dims[dim]):
+            of_edges = spec.with_axes(dim, axes)
     if isinstance(source, Tensor):
         source = local_operand(sum_partial(source), of_edges)
 
-    def make() -> tuple[Exchange, Group]:
-        numbers = index.rows(spec.shape[dim])
-        held, group = held_rows(spec, dim)
-        places, _ = held_rows(of_edges, dim)
-        wanted = [numbers[rows] for rows in places]
-        return exchange_of(held, wanted, group.rank, tensor.device), group
-
-    key = (scatter_rows, spec.dims[dim], axes, spec.mesh.groups, tensor.device)
-    exchange, group = kept(index.plans, key, make)
+    exchange, group = _to_rows(spec, of_edges, dim, index, tensor.device)
     places = exchange.places
     if not is_index_of_rows:
         ones = [1] * (len(shape) - dim - 1)
@@ -165,6 +155,25 @@ def scatter_rows(
         target.copy_(out)
         return check_writable(target)
     return wrap(out, spec)
+
+
+def _to_rows(
+    spec: Spec,
+    of_edges: Spec,
+    dim: int,
+    index: Index,
+    device: torch.device,
+) -> tuple[Exchange, Group]:
+    """The Exchange that brings edges to the rows that they are added to, and its group."""
+
+    def make() -> tuple[Exchange, Group]:
+        numbers = index.rows(spec.shape[dim], lowest=0)  # a function that writes counts no rows from the end
+        held, group = held_rows(spec, dim)
+        edges, _ = held_rows(of_edges, dim)
+        wanted = [numbers[own] for own in edges]
+        return exchange_of(held, wanted, group.rank, device), group
+
+    return kept(index.plans, (spec.dims[dim], of_edges.dims[dim], spec.mesh.groups, device), make)
 
 
 def _spec_of_target(input, dim, source):
@@ -198,18 +207,18 @@ def _adds(name, reduce="sum", include_self=True, **_):
 
 def in_any_order(
     func: Callable,
-    args: Sequence[Any],
+    args: tuple,
     kwargs: dict[str, Any],
 ) -> Any:
     """Compute a function of ReorderedTensors: by its rule if it treats all rows alike, else of rows in global order."""
     in_place = changes_in_place(func) or func is Tensor.__setitem__
     if func in IN_ANY_ORDER:
-        args, kwargs = aligned(args, kwargs, in_place)
+        own_args, own_kwargs = aligned(args, kwargs, in_place)
         with suppress(OutOfOrder):
-            return ShardTensor.__torch_function__(func, (), tuple(args), kwargs)
+            return ShardTensor.__torch_function__(func, (), own_args, own_kwargs)
     first: Any = args[0] if args else None
     writes = in_place and isinstance(first, ReorderedTensor)
-    args, kwargs = tree_map(_in_order, (tuple(args), kwargs))
+    args, kwargs = tree_map(_in_order, (args, kwargs))
     result = ShardTensor.__torch_function__(func, (), args, kwargs)
     if writes:  # what was written to the copy in order
         if args[0].spec.shape != first.spec.shape:
@@ -229,10 +238,10 @@ def _in_order(x):
 
 
 def aligned(
-    args: Sequence[Any],
+    args: tuple,
     kwargs: dict[str, Any],
     in_place: bool,
-) -> tuple[Sequence[Any], dict[str, Any]]:
+) -> tuple[tuple, dict[str, Any]]:
     """The arguments, with those of several Orders in one: in place that of the first, else the most even one.
 
     Of Orders as even as each other it is the last: most models put the ends of an edge as (source, target), and sum up
