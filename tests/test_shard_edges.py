@@ -90,6 +90,8 @@ FOUND = [  # of x and y (2, 12, 3), split along the nodes, and z plain (3, 3)
     "x[:, s].amax(1) + x[:, s].mean((1, 2))[:, None] + x[:, s].var(1)", "x[:, s] + torch.arange(15.0)[:, None]",
     "x.gather(1, s[None, :, None].expand(2, -1, 3))", "x[:, s][x[:, s] > 0].sum()",
     "torch.where(y[:, s] > 0, x[:, s], 0)",
+    "F.cross_entropy(x[:, s].transpose(1, 2), (y[:, t, 0] > 0).long())", "F.prelu(x[:, s].transpose(1, 2), z[0])",
+    "F.group_norm(x[:, s].transpose(1, 2), 3, z[0], z[1]).transpose(1, 2)", "x[:, s].argmax(1)", "x[:, s].max(1)",
     "x.transpose(1, 2)[..., s]", "x[0][s]", "x[0, :, 0][s].cumsum(0)", "x[:, s[:1]] * 2", "x[:, s[:0]].sum(1)",
 ]  # fmt: skip
 SUMMED = [

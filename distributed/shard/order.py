@@ -29,9 +29,13 @@ class Order:
         self.rows: Rows = [np.flatnonzero(owners == rank) for rank in range(ranks)]
         self.axes = axes
         self.most = max(map(len, self.rows))  # on any rank
-        self.exchanges: dict[tuple, Any] = {}  # with other ways to hold these rows
+        self.exchanges: dict[tuple, Any] = {}  # with other ways to hold these rows, and the rows on devices
         self.owners = owners.astype(np.int32).tobytes()
         self.hash = hash(self.owners)
+
+    def on(self, device: torch.device, place: int) -> Tensor:
+        """The rows of a rank of the group, as a tensor."""
+        return kept(self.exchanges, (device, place), lambda: on_device(self.rows[place], device))
 
     def __hash__(self) -> int:
         return self.hash

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
@@ -277,16 +276,16 @@ class Spec:
     def local_length(self, axes: Axes, rank: int | None = None) -> int:
         """How many elements of a dimension with these axes a rank holds, by default this one."""
         if has_order(axes):
-            return len(self.rows_of(axes, rank))
+            return len(axes[0].order.rows[self.place(axes, rank)])
         prefix = axes[0].prefix if axes and self.is_first(axes, rank) else 0
         return prefix + math.prod(self.local_axes(axes, rank))
 
-    def rows_of(self, axes: Axes, rank: int | None = None) -> np.ndarray:
-        """The rows, in ascending order, that a rank (by default this one) holds of a dimension that has an Order."""
-        place = 0  # of the rank among those that share the rows
+    def place(self, axes: Axes, rank: int | None = None) -> int:
+        """The number of a rank, by default this one, among those that share the rows of a dimension with an Order."""
+        place = 0
         for axis in axes:
             place = place * self.mesh.groups[axis.mesh_dim].size + self.coordinate(axis.mesh_dim, rank)
-        return axes[0].order.rows[place]
+        return place
 
     def __repr__(self) -> str:
         return f"Spec({tuple(self.shape)}, {', '.join(map(str, self.placements))})"
@@ -360,8 +359,8 @@ def part_of(
         if broadcasts:
             continue
         if has_order(axes):
-            rows = torch.from_numpy(spec.rows_of(axes, rank))
-            full = full.index_select(dim, rows.to(full.device))
+            rows = axes[0].order.on(full.device, spec.place(axes, rank))
+            full = full.index_select(dim, rows)
             continue
         # Take the prefix off, the elements ahead of the product of axes.
         prefix = axes[0].prefix

@@ -1,9 +1,11 @@
-"""Functions that treat all rows of a dimension alike, in whatever Order they lie, or raise OutOfOrder: see edges.py."""
+"""Functions that treat all rows of a dimension alike, in whatever Order they lie, or raise OutOfOrder: see edges.py.
 
-from torch.nn import functional as F
+For any function that is not named here, the rows are brought into their global order first.
+"""
 
 from distributed.shard.rules import (
     attributes,
+    composed,
     derivatives,
     elementwise,
     extrema,
@@ -21,56 +23,12 @@ from distributed.shard.rules import (
 from distributed.shard.rules.edges import IN_ANY_ORDER
 from distributed.shard.tensor import RULES, named
 
-ALIKE = {
-    attributes.of_local,
-    attributes.base,
-    attributes.shape,
-    attributes.size,
-    attributes.ndim,
-    attributes.numel,
-    attributes.is_tensor,
-    attributes.set_grad,
-    attributes.length,
-    attributes.grad,
-    attributes.register_hook,
-    attributes.backward,
-    attributes.backward_of,
-    derivatives.grad,
-    elementwise.elementwise,
-    elementwise.where,
-    elementwise.cast,
-    elementwise.drawn,
-    extrema.extremum,
-    indexing.getitem,
-    joining.cat,
-    joining.stack,
-    linear.linear,
-    linear.matmul,
-    linear.einsum,
-    lookup.scatter,
-    losses.softmax,
-    moments.var,
-    normalization.layer_norm,
-    normalization.rms_norm,
-    normalization.batch_norm,
-    normalization.to_unit_norm,
-    reductions.total,
-    reductions.mean,
-    reductions.of_values,
-    reductions.vector_norm,
-    slicing.narrow,
-    slicing.split,
-    slicing.chunk,
-    slicing.select,
-    views.reshape,
-    views.flatten,
-    views.unflatten,
-    views.permute,
-    views.transpose,
-    views.matrix_transpose,
-    views.movedim,
-    views.unsqueeze,
-    views.expand,
-}
-IN_ANY_ORDER.update(function for function, rule in RULES.items() if rule in ALIKE)
-IN_ANY_ORDER.update(named("prelu", "cosine_similarity", "pairwise_distance", "vecdot", "softmin"), [F.normalize])
+# All rules of some modules, and some rules of others.
+MODULES = attributes, derivatives, elementwise, linear, losses, moments, normalization, reductions, slicing, views
+SINGLE = composed.new, extrema.extremum, indexing.getitem, joining.cat, joining.stack, lookup.scatter
+NAMES = {module.__name__ for module in MODULES}
+
+for function, rule in RULES.items():
+    if rule.__module__ in NAMES or rule in SINGLE:
+        IN_ANY_ORDER.add(function)
+IN_ANY_ORDER.update(named("prelu", "cosine_similarity", "pairwise_distance", "vecdot", "softmin"))

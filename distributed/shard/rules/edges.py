@@ -226,7 +226,7 @@ def in_any_order(
         with LocalTensors():
             first.copy_(local(to_spec(args[0], first.spec)))
         return first if result is args[0] else result
-    for x in tree_leaves(result):
+    for x in () if in_place else tree_leaves(result):
         if isinstance(x, ShardTensor):  # where torch's is a view, the copy is not to be written to
             x.copied_from = name_of(func)
     return result
