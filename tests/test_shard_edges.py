@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from distributed.shard import constants
 from distributed.shard_tensor import local
@@ -105,11 +106,22 @@ SUMMED = [
     "torch.zeros(2, 12, 3).double().index_add_(1, t, x[:, s]) + y",
     "torch.zeros(2, 12, 3).double().index_add(1, t, x[:, s] * y[:, t])",
     "torch.zeros(2, 7, 3).double().index_add(1, t % 7, x[:, s])", "y.index_copy(1, k[:, 0] % 12, x)",
+    "z.repeat(4, 1).expand(2, -1, -1).index_add(1, t, x[:, s])", "checkpoint(edge_model, x, y, use_reentrant=False)",
     "y.index_fill(1, t, 2.0)", "y.index_add(1, t, x[:, s]).index_add(1, s, x[:, t])",
     "torch.zeros_like(x).index_add(1, t, (x[:, s] * (x[:, s] * y[:, t]).sum(-1, keepdim=True).sigmoid())) @ z",
     "y.index_add(1, t, torch.cat([x[:, s[:5]], x[:, t[5:]]], 1))", "x[:, s].index_add(1, k[:, 1], y)",
     "torch.autograd.grad(x[:, s].square().sum(), x, create_graph=True)[0]",
 ]  # fmt: skip
+
+
+def edge_model(x, y):
+    """Messages by an attention over the edges that end at a node."""
+    s, t = EDGES
+    score = (x[:, s] * y[:, t]).sum(-1, keepdim=True).exp()
+    total = torch.zeros_like(y[..., :1]).index_add(1, t, score)
+    return torch.zeros_like(y).index_add(1, t, x[:, s] * score / total[:, t])
+
+
 PIECES = ["y.index_add(1, t, torch.cat([x, y[:, 1:4]], 1))"]  # edges in contiguous pieces
 WRITTEN = [
     "write(x[:, s] * 1, y[:, t])", "(x[:, s] * 1).mul_(y[:, t])", "(x[:, s] * 1).index_fill_(1, t[:3], 0.0)",
@@ -122,7 +134,7 @@ def write(x, y):
 
 
 def cases_of(codes, inputs, mesh=()):
-    names = NAMES | {"write": write}
+    names = NAMES | {"write": write, "checkpoint": checkpoint, "edge_model": edge_model}
     return [Case(code, inputs, ((3, 3),), mesh, torch.float64, names) for code in codes]
 
 
@@ -133,7 +145,7 @@ def of_nodes(x, y, z, code, **names):
 
 
 def cases_of_tiles(codes, image):
-    names = NAMES | {"write": write}
+    names = NAMES | {"write": write, "checkpoint": checkpoint, "edge_model": edge_model}
     return [Case(of_nodes, (image, image), ((3, 3),), (2, 2), torch.float64, names | {"code": code}) for code in codes]
 
 
@@ -245,6 +257,18 @@ def test_an_index_is_read_once_and_again_when_it_changes(ranks):
     (_, _, before), *_ = ranks(3, replanned)
     (_, _, after), *_ = ranks(3, replanned)
     assert after == before  # what was planned ends with its tensor
+
+
+@torch.inference_mode()
+def inferred():
+    full = draw((2, 12, 3), torch.float32, 0).detach()
+    x = split(full, BANDS[0], domain_mesh())
+    return [(edge_model(y, y).full_tensor() if y is x else edge_model(y, y)) for y in (x, full)]
+
+
+def test_inference_tensors_which_have_no_version_are_right_too(ranks):
+    for found, expected in ranks(3, inferred):
+        assert torch.allclose(found, expected, rtol=1e-5)
 
 
 def wrong_numbers():

@@ -54,7 +54,8 @@ def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
     if len(indexed_by_tensors) == 1 and x.spec.is_split(indexed_by_tensors[0]):
         (dim,) = indexed_by_tensors
         takes_all = all(item == slice(None) for d, item in enumerate(items) if d != dim)
-        found = find_rows(sum_partial(x), dim, items[dim]) if takes_all else None
+        x = sum_partial(x)
+        found = find_rows(x, dim, items[dim]) if takes_all else None
         if found is not None:
             return found
     before = x.spec

@@ -50,16 +50,18 @@ def gather(
     if dim is None or not isinstance(input, ShardTensor):
         raise no_rule(func, (input, index), {}, "of a plain tensor, or without a dimension")
     dim = dim % len(input.spec.dims)
+    input = sum_partial(input)
     rows = row_numbers(index, dim, input.spec.shape)
-    found = find_rows(sum_partial(input), dim, rows) if rows is not None and input.spec.is_split(dim) else None
-    if found is not None:
-        return found
+    if rows is not None and input.spec.is_split(dim):
+        found = find_rows(input, dim, rows)
+        if found is not None:
+            return found
     x = unshard_dims(input, (dim,))
     own_index = split_as(func, x.spec, dim, index)
     elements = local(x).gather(dim, own_index)  # (..., M, ...)
     count = global_shape(index)[dim]
-    elements_found = wrap(elements, x.spec.with_axes(dim, unsplit_axes(count)))
-    return restore_sharding(elements_found, gradient_spec(input.spec))
+    whole = wrap(elements, x.spec.with_axes(dim, unsplit_axes(count)))
+    return restore_sharding(whole, input.spec)
 
 
 def split_as(
