@@ -31,6 +31,7 @@ from distributed.shard.axes import Axes, Axis, merged, unsplit_axes
 from distributed.shard.calls import INSIDE
 from distributed.shard.hacks import with_plain_base
 from distributed.shard.operands import to_spec
+from distributed.shard.order import in_global_order
 from distributed.shard.rules.attention import set_attention_method
 from distributed.shard.spec import Mesh, Spec, as_mesh
 from distributed.shard.tensor import find_libraries
@@ -128,7 +129,8 @@ def domain_parallel(
     forward = refusing_compiled_functions(model.forward)
 
     def forward_part(x, *others):  # the noise of a member: alike on all ranks of the image
-        y = sum_partial(forward(wrap(x, domain.spec(x.shape[0], x.shape[1])), *others))
+        images = wrap(x, domain.spec(x.shape[0], x.shape[1]))
+        y = in_global_order(sum_partial(forward(images, *others)))
         if y.spec.shape[2:] == domain.image.shape:  # as the target is cut, whatever the model has made of the cuts
             y = to_spec(y, domain.spec(y.shape[0], y.shape[1]))
         elif not y.spec.split_dims:
@@ -183,6 +185,7 @@ class OnParts:
 
     def __call__(self, x: ShardTensor, *others: Any, **named: Any) -> ShardTensor:
         """x: the block's input; the output is split as it is. Other arguments are passed on."""
+        x = in_global_order(x)
         region = next((region for spec, region in self.regions if spec == x.spec), None)
         if region is None:
             region = partial(self._on_part, x.spec)
@@ -197,7 +200,7 @@ class OnParts:
 
     def _on_part(self, spec, part, *others, **named):
         """The forward function between plain tensors: the local part of the input -> that of the output."""
-        y = self.forward(wrap(part, spec), *others, **named)
+        y = in_global_order(self.forward(wrap(part, spec), *others, **named))
         if y.spec != spec:
             raise ValueError(
                 f"the output of a checkpointed or compiled block must be split as its input is, {spec}, not {y.spec}"

@@ -10,6 +10,7 @@ from tools.compositions.trial import Trial
 
 WINDOWS = 'model=neighborhood model_args={"kernel_size":3}'
 UNUSED = "model=tests.support.own_models:Unused"
+GRAPH = "model=tests.support.own_models:Graph"
 COUNTED = [
     WINDOWS,
     f"domain_parallel=2 {WINDOWS}",
@@ -29,6 +30,8 @@ COUNTED = [
     "dp=2 data_parallel=fsdp dropout=0.5 activation_checkpointing=full",
     "amp_mode=bf16 model=classifier task=classify num_classes=5",
     "amp_mode=bf16 model=unet",
+    f"domain_parallel=2 {GRAPH}",
+    f"domain_parallel=2x2 data_parallel=fsdp {GRAPH}",
 ]
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from distributed.collectives import all_to_all, copy_to_region, divide_gradient, reduce_from_region
-from distributed.shard.axes import Axes, mesh_dims_of, unsplit_axes
+from distributed.shard.axes import Axes, has_order, mesh_dims_of, unsplit_axes
+from distributed.shard.order import in_global_order, moved, ordered_dim
 from distributed.shard.redistribute import recut, sizes_of
 from distributed.shard.spec import Mesh, Pieces, Spec, as_mesh, part_of, spec_of
 from distributed.shard.tensor import MaybeTensor, ShardTensor, find_libraries, local, no_rule, wrap
@@ -139,23 +140,32 @@ def to_spec(x: ShardTensor, spec: Spec) -> ShardTensor:
     if split_alike(x.spec, spec):
         return wrap(local(x), spec)
 
+    # Rows in an Order move to the ranks of another one, or into pieces first.
+    if x.spec.has_order:
+        dim = ordered_dim(x.spec)
+        axes = spec.dims[dim]
+        same_ranks = has_order(axes) and mesh_dims_of(axes) == mesh_dims_of(x.spec.dims[dim])
+        if same_ranks and split_alike(x.spec.with_axes(dim, axes), spec):
+            return moved(x, spec)
+        return to_spec(in_global_order(x), spec)
+
     # 2. The same axes in other pieces are only cut again, so that a product of axes need not become whole.
     axes = _split_axes(x.spec)
     has_no_prefix = not any(axis.prefix for axis in axes)
     old_axes = [_without_sizes(axis) for axis in axes]
     new_axes = [_without_sizes(axis) for axis in _split_axes(spec)]
     same_axes = old_axes == new_axes and x.spec.partial == spec.partial
-    if same_axes and has_no_prefix:
+    if same_axes and has_no_prefix and not spec.has_order:
         part, new = recut(local(x), x.spec, sizes_of(spec))
         if split_alike(new, spec):
             return wrap(part, spec)
 
     # 3. Placements say where each element belongs, as long as no dimension is a product of axes.
     has_products = any(len(axes_of_dim) > 1 for axes_of_dim in spec.dims)
-    if not has_products:
+    if not has_products and not spec.has_order:
         return redistribute(x, spec.placements, sizes_of(spec))
 
-    # 4. Placements cannot describe a product of axes: each rank gathers the whole and keeps its part.
+    # 4. Placements cannot describe a product of axes or an Order: each rank gathers the whole and keeps its part.
     full = sum_grad_over_replicas(replicate(x), spec)
     return wrap(part_of(full, spec), spec)
 

@@ -16,11 +16,12 @@ from torch.compiler import is_dynamo_compiling
 
 from distributed.shard.operands import global_shape, split_alike, whole_weight
 from distributed.shard.spec import Spec, part_of
-from distributed.shard.tensor import ShardTensor, wrap_result
+from distributed.shard.tensor import ReorderedTensor, ShardTensor, wrap_result
 
 MOST_PLANS = 512  # on a Spec; then it forgets them, and begins anew
 UNKNOWN: Any = object()  # stands for a plan that was not made yet
 IS_PART_OF_KEY = {int, str, NoneType, EllipsisType, torch.dtype, torch.device, torch.memory_format, torch.layout}
+SPLIT = {ShardTensor, ReorderedTensor}
 IS_PLAIN = {Tensor, torch.nn.Parameter}
 ONLY_BY_TYPE = {float, complex}  # no split depends on their values
 SEQUENCES = {tuple, list, torch.Size}
@@ -92,7 +93,7 @@ def add_to_key(key: list[Any], values: Sequence[Any], takes_tensors: bool) -> Sp
     first = None
     for x in values:
         kind = type(x)
-        if kind is ShardTensor:
+        if kind in SPLIT:
             spec = x.spec
             key.append(spec.structure)
             if first is None:

@@ -24,7 +24,7 @@ from distributed.collectives import (
     scatter_to_region,
 )
 from distributed.halo import HaloExchange, bounds
-from distributed.shard.axes import merged, mesh_dims_of, unsplit_axes
+from distributed.shard.axes import OutOfOrder, merged, mesh_dims_of, unsplit_axes
 from distributed.shard.spec import CannotSplit, Pieces, Spec, cut_over
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ def redistribute(
     """
     from torch.distributed.tensor import Shard  # slow to import
 
+    if spec.has_order:
+        raise OutOfOrder
     sizes = sizes or {}
     mesh_dims = len(spec.mesh.groups)
     if len(placements) != mesh_dims:

@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
 from distributed.collectives import Group, Sizes, as_group, shard_sizes
-from distributed.shard.axes import Axes, Axis, mesh_dims_of, unsplit_axes
+from distributed.shard.axes import Axes, Axis, check_order, has_order, mesh_dims_of, unsplit_axes
 from utils import comm
 from utils.torch_private import flattened
 
@@ -105,8 +105,12 @@ class Spec:
         self.dims = dims
         self.partial = partial
         self.plans: dict[tuple, Any] = {}  # see plans.py
-        # Equal for tensors that are split alike. A compiled step is traced once, so that plans would serve nothing.
-        self.structure = None if is_dynamo_compiling() else structure_of(dims, partial)
+        self.has_order = any(has_order(axes) for axes in dims)
+        # Equal for tensors that are split alike. A compiled step is traced once, so that plans would serve nothing. An
+        # Order is large, and no table keeps it.
+        self.structure: object = None
+        if not is_dynamo_compiling():
+            self.structure = object() if self.has_order else structure_of(dims, partial)
         shape = []
         for axes in dims:
             prefix = axes[0].prefix if axes else 0
@@ -161,6 +165,7 @@ class Spec:
         """The sizes of axes on a rank, by default this one."""
         sizes = []
         for axis in axes:
+            check_order((axis,))
             if axis.sizes is None:
                 sizes.append(axis.size)
             else:
@@ -179,6 +184,7 @@ class Spec:
 
     def offset(self, axis: Axis) -> int:
         """The index of the first element of this rank's piece of an axis."""
+        check_order((axis,))
         if axis.sizes is None:
             return 0
         rank = self.mesh.groups[axis.mesh_dim].rank
@@ -190,6 +196,7 @@ class Spec:
         Raises CannotSplit for a split dimension of several axes, because a rank's part of it is not contiguous.
         """
         axes = self.dims[dim]
+        check_order(axes)
         if len(axes) == 1:
             (axis,) = axes
             if axis.sizes is not None:
@@ -229,6 +236,7 @@ class Spec:
         # Only dimensions with one axis have new sizes of their ranks.
         dims = list(self.dims)
         for dim, size in sizes.items():
+            check_order(dims[dim])
             if isinstance(size, int):
                 dims[dim] = unsplit_axes(size)
             else:
@@ -267,8 +275,17 @@ class Spec:
 
     def local_length(self, axes: Axes, rank: int | None = None) -> int:
         """How many elements of a dimension with these axes a rank holds, by default this one."""
+        if has_order(axes):
+            return len(axes[0].order.rows[self.place(axes, rank)])
         prefix = axes[0].prefix if axes and self.is_first(axes, rank) else 0
         return prefix + math.prod(self.local_axes(axes, rank))
+
+    def place(self, axes: Axes, rank: int | None = None) -> int:
+        """The number of a rank, by default this one, among those that share the rows of a dimension with an Order."""
+        place = 0
+        for axis in axes:
+            place = place * self.mesh.groups[axis.mesh_dim].size + self.coordinate(axis.mesh_dim, rank)
+        return place
 
     def __repr__(self) -> str:
         return f"Spec({tuple(self.shape)}, {', '.join(map(str, self.placements))})"
@@ -340,6 +357,10 @@ def part_of(
             continue
         broadcasts = full.shape[dim] == 1 and spec.shape[dim] != 1
         if broadcasts:
+            continue
+        if has_order(axes):
+            rows = axes[0].order.on(full.device, spec.place(axes, rank))
+            full = full.index_select(dim, rows)
             continue
         # Take the prefix off, the elements ahead of the product of axes.
         prefix = axes[0].prefix

@@ -177,6 +177,40 @@ class ShardTensor(torch.Tensor):
         return f"ShardTensor({self.spec}, local={local(self.detach())})"
 
 
+class ReorderedTensor(ShardTensor):
+    """A ShardTensor of which a dimension has an Order, such as that of the edges of a graph: see rules/edges.py.
+
+    Only few rules know such a dimension. Any other operation has the rows brought into their global order first.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        assert in_any_order is not None
+        return in_any_order(func, args, kwargs or {})
+
+    def to_local(self) -> Tensor:
+        """This rank's part of the rows in order, which is contiguous."""
+        return self.in_order().to_local()
+
+    def to_dtensor(self) -> "DTensor":
+        """The DTensor of this tensor."""
+        return self.in_order().to_dtensor()
+
+    def redistribute(self, placements: Sequence["Placement"], sizes: Pieces | None = None) -> ShardTensor:
+        """The same tensor with other placements, its rows in order."""
+        return self.in_order().redistribute(placements, sizes)
+
+    def in_order(self) -> ShardTensor:
+        """The same tensor with contiguous pieces, as even as possible."""
+        assert put_in_order is not None
+        return put_in_order(self)
+
+
+# Set by rules/edges.py: what computes a function of ReorderedTensors, and what brings the rows of one into order.
+in_any_order: Callable[[Callable, tuple, dict[str, Any]], Any] | None = None
+put_in_order: Callable[[ShardTensor], ShardTensor] | None = None
+
+
 def rule(*functions: Callable) -> Callable[[Rule], Rule]:
     """Decorator: register the decorated function as the rule for these torch functions.
 
@@ -246,6 +280,8 @@ def _method(implementation, function):
     """The rule as a method, because torch.compile does not dispatch methods of torch.Tensor written in Python."""
 
     def method(self, *args, **kwargs):
+        if self.spec.has_order:
+            return dispatch(function, self, *args, **kwargs)
         try:
             with LocalTensors():
                 return implementation(function, self, *args, **kwargs)
@@ -281,6 +317,8 @@ def find_libraries() -> None:
 
 def dispatch(func: Callable, *args: Any, **kwargs: Any) -> Any:
     """Call a torch function by its rule, from within a rule."""
+    if any(isinstance(x, ReorderedTensor) for x in flatten_arguments(args, kwargs)):
+        return ReorderedTensor.__torch_function__(func, (), args, kwargs)
     return ShardTensor.__torch_function__(func, (), args, kwargs)
 
 
@@ -314,7 +352,7 @@ def wrap(tensor: Tensor, spec: Spec) -> ShardTensor:
     if is_dynamo_compiling() and not compiled.is_guarded:
         raise NoRule(f"torch {torch.__version__} cannot compile ShardTensors: it has other names than we know")
     # The result is another Python object on the same memory, in the same graph.
-    tensor = tensor.as_subclass(ShardTensor)
+    tensor = tensor.as_subclass(ReorderedTensor if spec.has_order else ShardTensor)
     tensor.spec = spec
     return tensor
 
@@ -324,7 +362,7 @@ def wrap_result(tensor: Tensor, spec: Spec) -> Any:
     if is_dynamo_compiling() or type(tensor) is not Tensor:
         return wrap(tensor, spec)
     # The tensor changes its class: as_subclass would make another one, at a cost in every operation.
-    tensor.__class__ = ShardTensor
+    tensor.__class__ = ReorderedTensor if spec.has_order else ShardTensor
     tensor.spec = spec  # type: ignore[attr-defined]
     return tensor
 

@@ -311,6 +311,29 @@ class Spherical(nn.Module):
         return torch.complex(*(torch.einsum(equation, part.contiguous(), basis) for part in (x.real, x.imag)))
 
 
+class Graph(nn.Module):
+    """Messages along edges between the points of an image and their neighbours, added up where they end."""
+
+    def __init__(self, in_channels, out_channels, img_size, width=6):
+        super().__init__()
+        self.inside = nn.Conv2d(in_channels, width, 1)
+        self.message = nn.Linear(2 * width, width)
+        self.outside = nn.Conv2d(width, out_channels, 1)
+        nodes = torch.arange(img_size[0] * img_size[1]).view(*img_size)
+        pairs = [(nodes.roll(shift, 1), nodes) for shift in (1, -1)]
+        pairs += [(nodes[1:], nodes[:-1]), (nodes[:-1], nodes[1:])]
+        edges = torch.cat([torch.stack(pair).flatten(1) for pair in pairs], 1)
+        self.register_buffer("edges", edges)  # (2, E): source and target
+
+    def forward(self, x):
+        x = self.inside(x)
+        source, target = self.edges
+        nodes = x.flatten(2).transpose(1, 2)  # (B, N, C)
+        ends = torch.cat([nodes[:, source], nodes[:, target]], -1)  # (B, E, 2 C)
+        summed = nodes.index_add(1, target, F.gelu(self.message(ends)))
+        return self.outside(summed.transpose(1, 2).view(x.shape))
+
+
 class BiasBeforeNorm(nn.Sequential):
     """The gradient of its first bias is zero but for rounding: BatchNorm takes the mean away."""
 

@@ -8,7 +8,7 @@ DistributedDataParallel, pipelines and process groups. Checked with torch 2.13.
 import inspect
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from distributed import attention, attention_kernels
 from distributed.collectives import shard_sizes
 from distributed.data_parallel import DataParallelOptions
+from distributed.shard import constants
 from distributed.split import Split
 from tools.planner.fake_kernels import kernels_with_statistics
 from utils import comm
@@ -122,6 +124,31 @@ class CountingFakeMode(FakeTensorMode):
 def forget_other_kernels(device_type: str) -> None:
     """Empty torch's cache of fake results, in which those of norms on another type of device may lie."""
     FakeTensorMode.cache_clear()
+
+
+def buffers_of_numbers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of a model that may be constant indices: (rows, ...) of whole numbers."""
+    return {name: x for name, x in model.named_buffers() if x.dtype in constants.INTEGERS and x.dim()}
+
+
+def values_are_known(
+    model: nn.Module,
+    values: Mapping[str, np.ndarray],
+) -> AbstractContextManager[Any]:
+    """Inside, constant indices that are fake have their values; others have none. values: {name of a buffer: value}."""
+    fakes = buffers_of_numbers(model)
+    known = {id(fakes[name]): value for name, value in values.items()}
+
+    def read(index: torch.Tensor) -> np.ndarray | None:
+        whole = index if index._base is None else index._base
+        array = known.get(id(whole))
+        if array is None:
+            return None
+        start = array.reshape(-1)[index.storage_offset() :]
+        strides = [step * array.itemsize for step in index.stride()]
+        return np.lib.stride_tricks.as_strided(start, index.shape, strides).astype(np.int64)
+
+    return patch.object(constants, "read", read)
 
 
 def values_are_zero() -> AbstractContextManager[Any]:

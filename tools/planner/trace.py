@@ -24,10 +24,18 @@ from networks.vit import Attention
 from tools.instruments.step_phases import phases_of
 from tools.instruments.tracker import Message, Operation, Tracker
 from tools.planner.cuda_autocast import CudaAutocast
-from tools.planner.fake import Replica, fake_rank, pipeline_shapes, receive_buffers, values_are_zero
+from tools.planner.fake import (
+    Replica,
+    buffers_of_numbers,
+    fake_rank,
+    pipeline_shapes,
+    receive_buffers,
+    values_are_known,
+    values_are_zero,
+)
 from training.assembly import random_batch, split_as_configured
 from training.ensemble import one_member
-from training.model import build_model
+from training.model import build_model, initial_weights
 from training.optimizer import build_optimizer
 from training.speed_options import apply_speed_options
 from training.step import AMP_DTYPES, TrainingStep
@@ -176,6 +184,10 @@ def _trace(config, layout, rank, device_type, inference):
                 block.attn.dropout = 0.0  # in the fused kernels of a GPU it keeps nothing
             assert autocast is not None
             transform_forward(block, autocast)
+        # Constant indices tell which rows ranks send each other.
+        names = buffers_of_numbers(model) if layout.domain != (1, 1) else {}
+        weights = initial_weights(config) if names else ()
+        numbers = {name: value.numpy() for name, value in weights if name in names}
         split = split_as_configured(model, config)
         if autocast and config.activation_checkpointing == "step":
             model.forward = autocast(model.forward)
@@ -186,6 +198,7 @@ def _trace(config, layout, rank, device_type, inference):
         with fake, torch.random.fork_rng(), pipeline_shapes(config, layout):
             options = config.options(DataParallelOptions)
             parallel = data_parallel(model, options, device, [], task.usage, split)
+            stack.enter_context(values_are_known(parallel.model, numbers))
             optimizer = build_optimizer(config, parallel, device)
             for group in optimizer.param_groups:
                 if device_type != "cpu" and not group["muon"]:

@@ -17,6 +17,7 @@ from distributed.shard.axes import unsplit_axes
 from distributed.shard.operands import (
     redistribute,
     sum_partial,
+    to_spec,
 )
 from distributed.shard.redistribute import sizes_of
 from distributed.shard.rules.reductions import Dims, dims_of, drop_dims
@@ -97,12 +98,18 @@ def restore_sharding(y: ShardTensor, before: Spec) -> ShardTensor:
     # Nothing has moved.
     if y.spec.placements == before.placements:
         return y
-    placements: Any = before.placements
+    if y.spec.shape == before.shape:
+        return to_spec(y, before)
+    placements: Any = list(before.placements)
     sizes = {}
+    dims_cut = set()
     for m, pieces in sizes_of(before).items():
         dim = placements[m].dim
-        if y.spec.shape[dim] == sum(pieces):
+        if dim in dims_cut:  # a product of axes, which has another length now: one mesh dimension cuts it
+            placements[m] = Replicate()
+        elif y.spec.shape[dim] == sum(pieces):
             sizes[m] = pieces
+        dims_cut.add(dim)
     return redistribute(y, placements, sizes)
 
 

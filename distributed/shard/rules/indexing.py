@@ -5,12 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
 
 from distributed.halo import bounds
 from distributed.shard.axes import Axes, Axis, mesh_dims_of, prefix_axes, unsplit_axes
-from distributed.shard.operands import sum_partial
+from distributed.shard.operands import redistribute, sum_partial
 from distributed.shard.plans import Plan, planned_else
 from distributed.shard.rules.along import unshard_dims
+from distributed.shard.rules.edges import find_rows
 from distributed.shard.rules.lookup import mask_of, masked, rows_of_plain
 from distributed.shard.rules.spatial import no_outputs
 from distributed.shard.spec import Spec
@@ -37,7 +39,7 @@ def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
     """Index with numbers, slices, None and Ellipsis, with tensors and lists, or with a mask.
 
     One row of a split dimension is a partial tensor: its owner holds the row, the other ranks hold zeros. For a tensor
-    of indices a split dimension is made whole.
+    of indices a split dimension is made whole, and what it finds is split evenly.
     """
     if not isinstance(x, ShardTensor):
         return rows_of_plain(func, x, index)
@@ -49,6 +51,14 @@ def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
     items = index_items(func, x, index)
     of_dims = [item for item in items if item is not None]
     indexed_by_tensors = [dim for dim, item in enumerate(of_dims) if isinstance(item, Tensor)]
+    if len(indexed_by_tensors) == 1 and x.spec.is_split(indexed_by_tensors[0]):
+        (dim,) = indexed_by_tensors
+        takes_all = all(item == slice(None) for d, item in enumerate(items) if d != dim)
+        x = sum_partial(x)
+        found = find_rows(x, dim, items[dim]) if takes_all else None
+        if found is not None:
+            return found
+    before = x.spec
     x = unshard_dims(x, indexed_by_tensors)
     spec, local_index = locate(func, x, items)
     is_row = spec.partial != x.spec.partial
@@ -58,6 +68,8 @@ def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
     is_elsewhere = local_index is None
     part = no_outputs(local(x), spec.local_shape) if is_elsewhere else x[local_index]
     selected = wrap(part, spec)
+    if any(map(before.is_split, indexed_by_tensors)):
+        selected = split_rows(selected, before, x.spec, _first_indexed_dim(items))
 
     # A change in place of the row changes the tensor with it: see rows.py.
     is_view = not indexed_by_tensors
@@ -65,6 +77,19 @@ def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
         selected.row_of = x
         selected.is_own_row = not is_elsewhere
     return selected
+
+
+def split_rows(selected: ShardTensor, before: Spec, whole: Spec, dim: int) -> ShardTensor:
+    """Split what was found at dimension dim evenly over a mesh dimension that split the rows it was looked up in.
+
+    before, whole: specs of the tensor of these rows, and of the tensor once they were whole.
+    """
+    placements: Any = list(selected.spec.placements)
+    moved = [m for m, placement in enumerate(before.placements) if placement != whole.placements[m]]
+    for m in moved:
+        placements[m] = Replicate()
+    placements[moved[0]] = Shard(dim)
+    return redistribute(selected, placements)
 
 
 def _flatten_masks(x: ShardTensor, index: Any) -> tuple[ShardTensor, Any]:

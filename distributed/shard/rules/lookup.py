@@ -10,16 +10,19 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 from distributed.collectives import all_gather
-from distributed.shard.axes import Axes, Axis, merged, mesh_dims_of, unsplit_axes
+from distributed.shard.axes import Axes, Axis, check_order, merged, mesh_dims_of, unsplit_axes
+from distributed.shard.constants import row_numbers
 from distributed.shard.operands import (
     check_writable,
     global_shape,
+    gradient_spec,
     local_operand,
     redistribute,
     sum_partial,
     whole_weight,
 )
-from distributed.shard.rules.along import move_split, unshard_dims
+from distributed.shard.rules.along import move_split, restore_sharding, unshard_dims
+from distributed.shard.rules.edges import find_rows, scatter_rows
 from distributed.shard.spec import Spec, shard_sizes
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
@@ -36,8 +39,8 @@ def gather(
 ) -> ShardTensor:
     """Elements of input (..., N, ...) by indices (..., M, ...) along dim -> (..., M, ...).
 
-    The dimension becomes whole. The indices, of the tensor's size in all others, are brought to its split. Raises
-    no_rule for a plain tensor.
+    The dimension becomes whole, and is split again in the result. The indices, of the tensor's size in all others, are
+    brought to its split. Raises no_rule for a plain tensor.
     """
     if func.__name__ == "take_along_dim" and isinstance(dim, Tensor):
         # take_along_dim(input, indices, dim) has its arguments in another order.
@@ -47,11 +50,18 @@ def gather(
     if dim is None or not isinstance(input, ShardTensor):
         raise no_rule(func, (input, index), {}, "of a plain tensor, or without a dimension")
     dim = dim % len(input.spec.dims)
+    input = sum_partial(input)
+    rows = row_numbers(index, dim, input.spec.shape)
+    if rows is not None and input.spec.is_split(dim):
+        found = find_rows(input, dim, rows)
+        if found is not None:
+            return found
     x = unshard_dims(input, (dim,))
     own_index = split_as(func, x.spec, dim, index)
     elements = local(x).gather(dim, own_index)  # (..., M, ...)
     count = global_shape(index)[dim]
-    return wrap(elements, x.spec.with_axes(dim, unsplit_axes(count)))
+    whole = wrap(elements, x.spec.with_axes(dim, unsplit_axes(count)))
+    return restore_sharding(whole, input.spec)
 
 
 def split_as(
@@ -90,12 +100,15 @@ def scatter(
     """Write or add to input (..., N, ...) along dim, and return it, or a changed copy of it.
 
     scatter takes an index for each element, (..., M, ...). index_add and the like take one for each row, (M,). The
-    dimension becomes whole, and where an operand is a plain tensor, it is split as the ShardTensor among them. Raises
-    no_rule for a change in place of a plain tensor or along a split dimension.
+    dimension becomes whole, and is split again in the result. An operand that is a plain tensor is split as the
+    ShardTensor among them. Raises no_rule for a change in place of a plain tensor or along a split dimension.
     """
     for name in ("src", "value", "source"):
         if name in kwargs:
             source = kwargs.pop(name)
+    changed = scatter_rows(func, input, dim, index, source, *args, **kwargs)
+    if changed is not None:
+        return changed
     # The split of the first ShardTensor that has the dimensions of the input decides.
     split_operands = [x for x in (input, source, index) if isinstance(x, ShardTensor)]
     like = next(x for x in split_operands if x.dim() == input.dim())
@@ -131,7 +144,7 @@ def scatter(
     own_index = part(index)
     own_source = part(source)
     out = func(target, dim, own_index, own_source, *args, **kwargs)
-    return check_writable(like) if in_place else wrap(out, spec)
+    return check_writable(like) if in_place else restore_sharding(wrap(out, spec), gradient_spec(like.spec))
 
 
 @rule(*named("bucketize", "isin"))
@@ -202,6 +215,7 @@ def in_order(x: ShardTensor, count: int) -> ShardTensor:
     """
     spec = x.spec
     axes = merged(chain.from_iterable(spec.dims[:count]))
+    check_order(axes)
     # Pieces of a single axis follow each other already.
     if len(axes) < 2:
         return x

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, pairwise
 
 from distributed.collectives import Sizes
-from distributed.shard.axes import Axes, Axis, merged, mesh_dims_of
+from distributed.shard.axes import Axes, Axis, check_order, merged, mesh_dims_of
 
 Cut = dict[int, Sizes]  # {mesh dimension: sizes that its ranks must have before the reshape}
 
@@ -34,6 +34,12 @@ def regrouped(
             if not remaining:
                 return None
             axis = remaining.pop()
+            if axis.order is not None and axis.size == missing:  # all rows, and the mesh dimensions that hold them
+                taken.append(axis)
+                while remaining and remaining[-1].order is axis.order:
+                    taken.append(remaining.pop())
+                break
+            check_order((axis,))
             if missing == 0:  # take all axes up to one without elements
                 taken.append(axis)
                 missing = 1 if axis.size == 0 else 0
@@ -57,6 +63,7 @@ def regrouped(
             else:
                 return None
         dims.append(taken)
+    check_order(remaining)
     if mesh_dims_of(remaining):  # a split axis of size 1 at the end
         if not dims:
             return None

@@ -266,13 +266,15 @@ def expand(
     x: Tensor,
     *shape: Any,
     **keywords: Any,
-) -> ShardTensor:
+) -> Tensor:
     """Expand to a global shape; -1 keeps a size. A split dimension of size 1 cannot be expanded.
 
     A plain tensor that is expanded as a ShardTensor is split as that is.
     """
     if not isinstance(x, ShardTensor):
         other, *_ = (*shape, *keywords.values())
+        if other.spec.has_order and not x.is_floating_point():  # indices of edges stay constants
+            return x.expand(other.spec.shape)
         like = gradient_spec(other.spec)
         part = local_operand(x, like)
         return wrap(part.expand(like.local_shape), like)

@@ -1,0 +1,34 @@
+"""Functions that treat all rows of a dimension alike, in whatever Order they lie, or raise OutOfOrder: see edges.py.
+
+For any function that is not named here, the rows are brought into their global order first.
+"""
+
+from distributed.shard.rules import (
+    attributes,
+    composed,
+    derivatives,
+    elementwise,
+    extrema,
+    indexing,
+    joining,
+    linear,
+    lookup,
+    losses,
+    moments,
+    normalization,
+    reductions,
+    slicing,
+    views,
+)
+from distributed.shard.rules.edges import IN_ANY_ORDER
+from distributed.shard.tensor import RULES, named
+
+# All rules of some modules, and some rules of others.
+MODULES = attributes, derivatives, elementwise, linear, losses, moments, normalization, reductions, slicing, views
+SINGLE = composed.new, extrema.extremum, indexing.getitem, joining.cat, joining.stack, lookup.scatter
+NAMES = {module.__name__ for module in MODULES}
+
+for function, rule in RULES.items():
+    if rule.__module__ in NAMES or rule in SINGLE:
+        IN_ANY_ORDER.add(function)
+IN_ANY_ORDER.update(named("prelu", "cosine_similarity", "pairwise_distance", "vecdot", "softmin"))
