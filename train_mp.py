@@ -9,12 +9,12 @@ layout. Exit status: as train.py.
 
 from distributed.data_parallel import DataParallelOptions, data_parallel
 from distributed.model_parallel import ModelParallelOptions, split_model
-from training.model import build_model, initial_weights
-from training.optimizer import build_optimizer
-from training.run import Run
-from training.speed_options import apply_speed_options
+from training.models.build import build_model, initial_weights
+from training.run.run import Run
 from training.start import start
-from training.step import TrainingStep
+from training.step.optimizer import build_optimizer
+from training.step.speed_options import apply_speed_options
+from training.step.step import TrainingStep
 from utils import connection
 
 

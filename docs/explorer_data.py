@@ -10,7 +10,7 @@ from tools.planner.hardware import load_gpu, read_gpus
 from tools.planner.plan import CATEGORIES
 from tools.planner.step_time import UNCALIBRATED
 from tools.planner.symbols import Symbols
-from training.crps import MOST_IN_PAIRS
+from training.forecasting.crps import MOST_IN_PAIRS
 from utils.config import load_config
 
 # Each choice of the page: {its words: options of the config}. The first word is its name in an address.

@@ -9,7 +9,7 @@ after it.
 Below everything is kept, and the gradient is right. Keep less: at no time may more than one step have a graph. Each
 step may be computed twice.
 
-Done for real by torch.utils.checkpoint in training/speed_options.py (activation_checkpointing: step). Chapter:
+Done for real by torch.utils.checkpoint in training/step/speed_options.py (activation_checkpointing: step). Chapter:
 docs/longer_forecast.md, "What it costs".
 """
 

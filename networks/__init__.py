@@ -1,6 +1,6 @@
 """The plain models, and their registry. No process group, mesh or rank is named here."""
 
-# What --model calls a model: its module and class. build_model of training/model.py imports the one that is asked for.
+# What --model calls a model: its module and class. build_model of training/models/build.py imports it.
 MODELS = {
     "vit": "networks.vit:ViT",
     "unet": "networks.unet:UNet",

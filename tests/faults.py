@@ -224,7 +224,7 @@ def inject(fault, data, folder, undisturbed, launch=by_torchrun):
 
 def _unusable(checkpoints):
     """Files of checkpoints that are half written or damaged."""
-    from training.checkpoint_files import CheckpointError, verify
+    from training.checkpoints.files import CheckpointError, verify
 
     for folder in checkpoints.iterdir():
         try:

@@ -37,8 +37,8 @@ LOOK_AT_DATA = "weather.checks.data_check:CheckedDataset.read"
 PHASES = {
     "data check": Phase(LOOK_AT_DATA, 3, "train", STOPPED_STATUS),
     "data check, two ranks": Phase(LOOK_AT_DATA, 3, "train", STOPPED_STATUS, ranks=2),
-    "first step": Phase("training.step:TrainingStep.run_step", 1, "train", STOPPED_STATUS),
-    "first step, two ranks": Phase("training.step:TrainingStep.run_step", 1, "train", STOPPED_STATUS, ranks=2),
+    "first step": Phase("training.step.step:TrainingStep.run_step", 1, "train", STOPPED_STATUS),
+    "first step, two ranks": Phase("training.step.step:TrainingStep.run_step", 1, "train", STOPPED_STATUS, ranks=2),
     "compilation": Phase("torch._dynamo.convert_frame:compile_frame", 1, "compiled", STOPPED_STATUS),
     "validation": Phase(WHOLE_STEPS, -2, "train", STOPPED_STATUS),
     "validation, tensor parallel": Phase(WHOLE_STEPS, -2, "tensor parallel", STOPPED_STATUS, ranks=2),
@@ -47,7 +47,7 @@ PHASES = {
     "sample data": Phase("weather.sample.atmosphere:Atmosphere.frames", 2, "sample data", STOPPED_STATUS),
     "conversion": Phase("weather.sources.data:SourceData.frames", 2, "conversion", STOPPED_STATUS),
     "statistics": Phase("weather.convert.training_statistics:StatisticsSums.add", 1, "statistics", TERMINATED),
-    "forecast": Phase("training.rollout:Rollout.next_state", 3, "forecast", TERMINATED),
+    "forecast": Phase("training.forecasting.rollout:Rollout.next_state", 3, "forecast", TERMINATED),
     "plan search": Phase("tools.planner.plan:trace_step", 1, "plan", TERMINATED),
 }
 

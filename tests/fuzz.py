@@ -37,8 +37,8 @@ from tools.benchmarks.scaling import build_runs
 from tools.planner.compare import compare
 from tools.planner.hardware import load_gpu
 from tools.timeline import Trace
-from training.checkpoint_files import MARKER, CheckpointError, digest, read_marker
-from training.run_folder import read_summary
+from training.checkpoints.files import MARKER, CheckpointError, digest, read_marker
+from training.run.folder import read_summary
 from utils.config import Config, load_config
 from utils.errors import UsageError
 from utils.launch import read_launch

@@ -5,9 +5,9 @@ import torch
 
 import train
 from distributed.usage import AttentionCall, Usage
-from training import attention_kernel
-from training.attention_kernel import attention_notes
-from training.model_info import inspect_model
+from training.models.info import inspect_model
+from training.step import attention_kernel
+from training.step.attention_kernel import attention_notes
 
 CPU = torch.device("cpu")
 

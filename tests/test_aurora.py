@@ -14,7 +14,7 @@ from tests.test_library_models import library
 from tools.planner.trace import observe_step, trace_step
 from tools.planner.validate import differ
 from training.assembly import random_batch
-from training.model import build_model
+from training.models.build import build_model
 from utils.config import check_config, read_named_config
 from weather.years.forcings import time_fractions
 

@@ -18,7 +18,7 @@ from tools.benchmarks import ladder
 from tools.benchmarks.loaders import PlainDataset
 from tools.instruments.pool import Process
 from tools.tables import format_table, installed
-from training.model import build_model
+from training.models.build import build_model
 from training.tasks import build_task
 
 CPU = torch.device("cpu")

@@ -26,7 +26,7 @@ from tools.instruments.team import Teams
 from tools.instruments.tracker import Tracker, by_phase
 from tools.planner.trace import HELD, STATES, trace_step
 from tools.tables import MIB
-from training.model import build_model
+from training.models.build import build_model
 
 COMMON = ["--num_heads=2", "--device=cpu"]
 DP = ["--config=quick", "--img_size", "16", "32", "--embed_dim=64", "--depth=3", "--local_batch_size=2", *COMMON]

@@ -16,9 +16,8 @@ from safetensors.torch import load_file
 
 from tests.support import programs
 from tests.support.refusals import refusal
-from training import checkpoint_files
-from training.checkpoint import CheckpointFolder
-from training.checkpoint_files import (
+from training.checkpoints import files as checkpoint_files
+from training.checkpoints.files import (
     DTYPES,
     MARKER,
     CheckpointError,
@@ -28,7 +27,8 @@ from training.checkpoint_files import (
     verify,
     write_safetensors,
 )
-from training.checkpoint_state import collect_state, restore_state
+from training.checkpoints.folder import CheckpointFolder
+from training.checkpoints.state import collect_state, restore_state
 from utils import comm
 from utils.errors import UsageError
 
@@ -364,8 +364,9 @@ def test_a_full_disk_of_one_rank_is_told_to_all_and_nothing_is_lost(ranks, tmp_p
 
 PROGRAM = """
 import os, signal, sys, threading, torch
-from training import checkpoint, checkpoint_files
-from training.checkpoint import CheckpointFolder
+from training.checkpoints import folder as checkpoint
+from training.checkpoints import files as checkpoint_files
+from training.checkpoints.folder import CheckpointFolder
 
 checkpoint.EXIT_SECONDS = 2
 folder, tensors = CheckpointFolder(sys.argv[1], keep=2), {"model": {"a": torch.ones(1000)}}

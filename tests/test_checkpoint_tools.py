@@ -10,7 +10,7 @@ from tests.support import programs
 from tests.support.refusals import refusal
 from tests.test_checkpoint import DAMAGES, model_and_optimizer, save
 from tools.checkpoint import main
-from training.checkpoint import CheckpointFolder
+from training.checkpoints.folder import CheckpointFolder
 from utils.errors import os_errors_as_usage_errors
 
 

@@ -10,12 +10,12 @@ from torch import nn
 from tests.support.layout_parity import build, ranks_and_options, train_steps
 from tests.support.refusals import refusal
 from tools.planner import textbook
-from training.checkpoint_state import make_moments
-from training.losses import relative_l2
-from training.model import initial_weights
-from training.profiling import build_profiler
+from training.checkpoints.state import make_moments
+from training.checkpoints.trained_weights import check_start
+from training.forecasting.losses import relative_l2
+from training.models.build import initial_weights
+from training.run.profiling import build_profiler
 from training.tasks import build_task
-from training.trained_weights import check_start
 from utils import comm
 from utils.choices import LOSSES, OPTIMIZERS, LossKind, OptimizerKind, load
 from utils.config import check_config, read_named_config

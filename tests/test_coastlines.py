@@ -7,7 +7,7 @@ import pytest
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
-from training.pictures import coastlines, draw_map
+from training.forecasting.pictures import coastlines, draw_map
 from weather.fields.grid import Grid, latitudes, longitudes
 
 LINES = [[[0.0, 50.0], [10.0, 55.0], [20.0, 50.0]], [[-70.0, -10.0], [-80.0, -20.0]]]

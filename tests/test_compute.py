@@ -8,7 +8,7 @@ import torch
 
 from tests.support.refusals import refusal
 from training.assembly import build_step
-from training.speed_options import apply_speed_options, compiled
+from training.step.speed_options import apply_speed_options, compiled
 from utils.signals import STOP_SIGNALS
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.support.refusals import refusal
-from training.optimizer import peak_learning_rate
+from training.step.optimizer import peak_learning_rate
 from training.tasks import build_task
 from utils import yaml_files
 from utils.config import SPLITS, Config, differing_keys, load_config, read_named_config, write_config

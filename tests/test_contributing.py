@@ -78,8 +78,11 @@ def test_a_model_a_task_a_loss_and_an_optimizer_need_exactly_the_files_that_the_
     table = table.replace("OPTIMIZERS = {", 'OPTIMIZERS = {\n    "Toy": OptimizerKind("torch.optim:RAdam", takes=()),')
     write("utils/choices.py", table)
     assert written == files("an optimizer")
-    write("utils/choices.py", table.replace("LOSSES = {", 'LOSSES = {\n    "toy": LossKind("training.losses:toy"),'))
-    write("training/losses.py", (tree / "training/losses.py").read_text() + LOSS)
+    write(
+        "utils/choices.py",
+        table.replace("LOSSES = {", 'LOSSES = {\n    "toy": LossKind("training.forecasting.losses:toy"),'),
+    )
+    write("training/forecasting/losses.py", (tree / "training/forecasting/losses.py").read_text() + LOSS)
     assert written[1:] == files("a loss")
 
     words = [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from training.crps import MOST_IN_PAIRS, crps_of_points, exchange_points, sum_of_differences, weighted_crps
+from training.forecasting.crps import MOST_IN_PAIRS, crps_of_points, exchange_points, sum_of_differences, weighted_crps
 
 
 def by_definition(members, truth, alpha):
@@ -39,7 +39,7 @@ def test_three_members_by_hand():
 def test_pairs_and_sorting_have_the_same_gradient(monkeypatch):
     members = torch.randn(2, 4, 7, dtype=torch.float64, requires_grad=True)
     (in_pairs,) = torch.autograd.grad(sum_of_differences(members).square().sum(), members)
-    monkeypatch.setattr("training.crps.MOST_IN_PAIRS", 1)
+    monkeypatch.setattr("training.forecasting.crps.MOST_IN_PAIRS", 1)
     (sorted_,) = torch.autograd.grad(sum_of_differences(members).square().sum(), members)
     torch.testing.assert_close(in_pairs, sorted_)
 

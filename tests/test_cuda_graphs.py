@@ -21,12 +21,12 @@ from distributed.split import Split
 from networks.vit import ViT
 from tests.support.refusals import refusal
 from tests.test_compute import batch, build, losses_and_weights
-from training import run as run_module
-from training.cuda_graphs import DDP_WARMUP_STEPS, WARMUP_STEPS, CapturedStep, check_capture
-from training.optimizer import build_optimizer
-from training.run import Run
-from training.speed_options import checkpoint_activations
-from training.step import TrainingStep
+from training.run import run as run_module
+from training.run.run import Run
+from training.step.cuda_graphs import DDP_WARMUP_STEPS, WARMUP_STEPS, CapturedStep, check_capture
+from training.step.optimizer import build_optimizer
+from training.step.speed_options import checkpoint_activations
+from training.step.step import TrainingStep
 from training.tasks import build_task
 from utils import comm
 from utils.device import capture_stream, on_capture_stream

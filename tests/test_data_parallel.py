@@ -21,8 +21,8 @@ from tests.support.layout_parity import (
 )
 from tests.support.marks import slow_but, slow_rows_but
 from tests.support.refusals import refusal
-from training.checkpoint_state import collect_state, restore_state
-from training.model import build_model, initial_weights
+from training.checkpoints.state import collect_state, restore_state
+from training.models.build import build_model, initial_weights
 from training.tasks import build_task
 from utils import comm
 

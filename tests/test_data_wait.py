@@ -15,13 +15,13 @@ from tools.benchmarks import ladder
 from tools.instruments import clock
 from tools.instruments.pool import Process
 from tools.planner import compare
-from training import telemetry, timing
-from training.loggers import MetricsFile
-from training.spans import listening, span
-from training.step import StepOutput
+from training.run import telemetry, timing
+from training.run.loggers import MetricsFile
+from training.run.telemetry import Telemetry
+from training.run.timing import PhaseTimes
+from training.step.spans import listening, span
+from training.step.step import StepOutput
 from training.tasks import build_task
-from training.telemetry import Telemetry
-from training.timing import PhaseTimes
 from utils import batch_slots, data_loader
 from utils.batch_slots import Slot
 

@@ -8,10 +8,11 @@ from torch import nn
 
 import train
 from tests.support.refusals import refusal
-from training import determinism, start, step
+from training import start
 from training.assembly import build_step, random_batch
-from training.determinism import make_repeatable, prepare_environment
-from training.loggers import FILE_NAME, read_metrics
+from training.run.loggers import FILE_NAME, read_metrics
+from training.step import determinism, step
+from training.step.determinism import make_repeatable, prepare_environment
 from utils import connection
 
 CPU = torch.device("cpu")

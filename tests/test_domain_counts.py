@@ -22,9 +22,9 @@ from tests.support.parity import error
 from tools.instruments.counting import CollectiveCounter
 from tools.instruments.tracker import by_phase
 from tools.planner.trace import observe_step
-from training.model import build_model, initial_weights
-from training.optimizer import build_optimizer
-from training.step import TrainingStep
+from training.models.build import build_model, initial_weights
+from training.step.optimizer import build_optimizer
+from training.step.step import TrainingStep
 from training.tasks import build_task
 from utils import comm
 from utils.layout import Layout, tile_counts

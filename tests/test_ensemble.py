@@ -16,10 +16,10 @@ from tests.support.layout_parity import (
     train_serially,
 )
 from tests.support.refusals import refusal
-from training import crps
 from training.assembly import random_batch
-from training.ensemble import FORECAST, draw_noise, own_members
-from training.model import build_model
+from training.forecasting import crps
+from training.forecasting.ensemble import FORECAST, draw_noise, own_members
+from training.models.build import build_model
 from training.tasks import build_task
 from utils import comm
 from utils.config import SPLITS, load_config

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 import forecast
 import train
-import training.ensemble_pictures
+import training.forecasting.ensemble_pictures
 from tests.conftest import words_of
 from tests.support.launch import outcome
 from tests.support.marks import slow_but
@@ -26,8 +26,8 @@ from tools.forecasting import skill_report
 from tools.forecasting.dated_frames import run_config
 from tools.forecasting.ensembles import LeadTimeEnsembles
 from tools.forecasting.forecast_file import ForecastFile
-from training.metrics import latitude_weights
-from training.rollout import Rollout
+from training.forecasting.metrics import latitude_weights
+from training.forecasting.rollout import Rollout
 from weather.convert.climate_quantiles import QUANTILES
 
 MEMBERS = 3
@@ -63,7 +63,7 @@ def _no_pictures():
 def _ensemble_pictures(monkeypatch):
     """Forecasts of this test draw the pictures of an ensemble."""
     for name in ("ensemble_figure", "blur_figure"):
-        monkeypatch.setattr(skill_report, name, getattr(training.ensemble_pictures, name))
+        monkeypatch.setattr(skill_report, name, getattr(training.forecasting.ensemble_pictures, name))
 
 
 def outcome_of(words):

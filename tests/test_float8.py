@@ -20,7 +20,7 @@ from tools.planner.plan import plan_layout
 from tools.planner.textbook import textbook_traces
 from tools.planner.trace import trace_step
 from training.assembly import build_step
-from training.float8 import has_float8, use_float8
+from training.step.float8 import has_float8, use_float8
 
 torchao = pytest.mark.skipif(
     find_spec("torchao") is None and "CI" not in environ, reason="pip install -r requirements/fp8.txt"

@@ -15,7 +15,7 @@ from PIL import Image
 
 import forecast
 import train
-import training.pictures
+import training.forecasting.pictures
 from tests.conftest import words_of
 from tests.faults import can_mount, mount
 from tests.support import programs
@@ -29,9 +29,9 @@ from tools.forecasting import skill_report
 from tools.forecasting.dated_frames import run_config
 from tools.forecasting.output_files import prepare_folder
 from tools.forecasting.skill_report import useful_hours
-from training.metrics import latitude_weights
-from training.model import build_model
-from training.rollout import Rollout
+from training.forecasting.metrics import latitude_weights
+from training.forecasting.rollout import Rollout
+from training.models.build import build_model
 from utils.errors import os_errors_as_usage_errors
 from weather.fields.channels import CHANNELS
 
@@ -73,7 +73,7 @@ def _no_pictures():
 def _pictures(monkeypatch):
     """Forecasts of this test draw pictures."""
     for name in DRAWN:
-        monkeypatch.setattr(skill_report, name, getattr(training.pictures, name))
+        monkeypatch.setattr(skill_report, name, getattr(training.forecasting.pictures, name))
 
 
 def forecast_of(run, out, *words):

@@ -15,8 +15,11 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from distributed import attention_kernels
 from distributed.shard.spec import as_mesh
 from tests.support.refusals import refusal
-from training import checkpoint, checkpoint_state, profiling, random_streams
-from training.profiling import build_profiler
+from training.checkpoints import folder as checkpoint
+from training.checkpoints import state as checkpoint_state
+from training.run import profiling
+from training.run.profiling import build_profiler
+from training.step import random_streams
 from training.tasks import build_task
 from utils import comm, connection, device, launch
 from utils.batch_slots import Slot

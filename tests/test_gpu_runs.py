@@ -9,10 +9,11 @@ import torch
 
 from distributed.usage import Usage
 from tests.test_gpu_paths import Told
-from training import run_notes, step
 from training.assembly import build_step, random_batch
-from training.run import Run
-from training.watchdog import Watchdog
+from training.run import notes as run_notes
+from training.run.run import Run
+from training.run.watchdog import Watchdog
+from training.step import step
 from utils import comm, connection, rank_failure
 
 CPU = torch.device("cpu")

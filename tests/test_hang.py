@@ -11,7 +11,7 @@ ANOTHER_ORDER = """
 import sys, torch
 from pathlib import Path
 from torch import distributed as dist
-from training.watchdog import Watchdog
+from training.run.watchdog import Watchdog
 from utils import connection, comm
 
 def main():
@@ -27,7 +27,7 @@ connection.run_ranks(main)
 FAILING = """
 import sys, torch
 from pathlib import Path
-from training.watchdog import Watchdog
+from training.run.watchdog import Watchdog
 from utils import comm, connection
 
 def main():

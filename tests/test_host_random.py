@@ -8,7 +8,7 @@ import torch
 
 from distributed.agreed_layers import LayerWatch
 from tests.support.layout_parity import build, train_serially, train_steps
-from training.model import initial_weights
+from training.models.build import initial_weights
 from utils import comm
 from utils.host_random import HostRandom, drawn_again, host_generators, host_states
 

@@ -5,7 +5,7 @@ import torch
 
 from tests.support.layout_parity import build, local, overflow_on_the_last_rank, own_part, ranks_and_options
 from tests.support.marks import slow_but
-from training.loss_scaler import OwnScaler
+from training.step.loss_scaler import OwnScaler
 from training.tasks import build_task
 from utils import comm
 

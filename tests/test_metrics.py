@@ -6,8 +6,8 @@ import torch
 import xarray
 
 from tests.support.refusals import refusal
-from training.losses import loss_weights, relative_l2, weighted_squared_error
-from training.metrics import ForecastMetrics, latitude_weights
+from training.forecasting.losses import loss_weights, relative_l2, weighted_squared_error
+from training.forecasting.metrics import ForecastMetrics, latitude_weights
 
 
 def test_relative_l2_loss_is_the_mean_of_ratios_of_norms():

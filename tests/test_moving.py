@@ -17,7 +17,7 @@ from tools.instruments.counting import bytes_sent
 from tools.planner.symbols import Symbols
 from tools.planner.textbook import buffer_bytes
 from tools.planner.textbook_messages import messages
-from training.crps import crps_of_points
+from training.forecasting.crps import crps_of_points
 from utils.config import SCRIPTS, load_config
 
 ROOT = Path(__file__).parents[1]

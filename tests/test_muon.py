@@ -20,8 +20,8 @@ from tests.support.layout_parity import (
 )
 from tests.support.marks import slow_but
 from tests.support.refusals import refusal
-from training.model import build_model
-from training.muon import MatrixPart, Muon, orthogonalize
+from training.models.build import build_model
+from training.step.muon import MatrixPart, Muon, orthogonalize
 from utils import comm
 
 # Widths that no number of ranks here divides evenly, but for the heads and hidden features of tensor parallelism.
@@ -92,7 +92,7 @@ def train_apart(config):
     def apart(pieces, cuts, compute):
         return [compute(piece) for piece in pieces]
 
-    with patch("training.muon.on_whole_matrices", apart):
+    with patch("training.step.muon.on_whole_matrices", apart):
         return train_in_double(config)
 
 

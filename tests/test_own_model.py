@@ -10,9 +10,9 @@ from tests.support.layout_parity import build, check_in_double, ranks_and_option
 from tests.support.marks import slow_but
 from tests.support.refusals import refusal
 from tools.planner.trace import trace_step
-from training.checkpoint import CheckpointFolder
-from training.checkpoint_state import collect_state, restore_state
-from training.model import build_model, initial_weights
+from training.checkpoints.folder import CheckpointFolder
+from training.checkpoints.state import collect_state, restore_state
+from training.models.build import build_model, initial_weights
 from training.tasks import build_task
 
 WHOLE = ["BatchNormNet", "Reinitialized", "Replaced", "Scaled", "ReadsNumbers", "HoldsATensor"]
@@ -185,6 +185,6 @@ def test_a_model_that_cannot_be_used_is_one_line(tiny_options, model, line):
 @pytest.mark.parametrize("model", sorted(set(MODELS) - {"classifier"}))
 def test_models_that_ship_are_drawn_by_their_modules(tiny_config, monkeypatch, model):
     options = {"model_args": {"kernel_size": 3}} if model == "neighborhood" else {}
-    monkeypatch.setattr("training.model.build_whole", None)
+    monkeypatch.setattr("training.models.build.build_whole", None)
     weights = dict(initial_weights(tiny_config(model=model, **options)))
     assert all(value.isfinite().all() for value in weights.values())

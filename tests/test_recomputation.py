@@ -7,7 +7,7 @@ from torch import nn
 from tests.support.compilation import TRACED, compile_by
 from tests.support.layout_parity import build, train_in_double, train_steps
 from tests.support.marks import slow_but
-from training.recomputation import checkpointed, copied_buffers, with_buffers
+from training.step.recomputation import checkpointed, copied_buffers, with_buffers
 
 
 def own(name):

@@ -19,7 +19,7 @@ from tests.conftest import words_of
 from tests.support import programs
 from tests.support.launch import outcome
 from tests.support.refusals import refusal
-from training.run_folder import read_summary
+from training.run.folder import read_summary
 from utils import files
 from utils.config import read_named_config
 from weather.checks.statistics import read_statistics

@@ -9,8 +9,8 @@ from tests.support.layout_parity import build, check_in_double, train
 from tests.support.marks import slow_but
 from tests.support.refusals import refusal
 from tools.layout_check.saving import why_not_saved
-from training.model import build_model
-from training.model_info import inspect_model
+from training.models.build import build_model
+from training.models.info import inspect_model
 from utils.errors import UsageError
 
 HERE = "tests.test_refused_models"

@@ -5,8 +5,8 @@ import torch
 
 from tests.support.layout_parity import build, check_training, collectives_of_a_step, own_part, ranks_and_options
 from tests.support.marks import slow_but
-from training.averaged_weights import AveragedWeights
-from training.rollout import Rollout
+from training.forecasting.rollout import Rollout
+from training.step.averaged_weights import AveragedWeights
 from training.tasks import build_task
 
 STEPS = {

@@ -13,9 +13,9 @@ import pytest
 
 from tests.support.launch import wait_until
 from tests.support.refusals import refusal
-from training import run_owner
-from training.run_folder import next_run_num
-from training.run_owner import FILE, Owner, RunOwner, this_process
+from training.run import owner as run_owner
+from training.run.folder import next_run_num
+from training.run.owner import FILE, Owner, RunOwner, this_process
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def owner_of(folder):
 HOLD = """
     import sys, time
     from pathlib import Path
-    from training.run_owner import RunOwner
+    from training.run.owner import RunOwner
     RunOwner(Path(sys.argv[1]))
     print("mine", flush=True)
     time.sleep(100)

@@ -14,7 +14,7 @@ from distributed.shard_tensor import ShardTensor, local
 from tests.support.marks import needs_torch
 from tests.support.parity import error
 from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, evaluate, messages, split
-from training.losses import relative_l2
+from training.forecasting.losses import relative_l2
 
 SPLITS = [X((3, 6, 5, 4), (2,)), X((3, 6, 5, 4), (2,), {0: (5, 0)}), X((3, 6, 5, 4), (1,)), X((3, 6, 5, 4), (0,)),
           X((1, 6, 5, 4), (3,), {0: (1, 3)}), X((3, 6, 5, 4))]  # fmt: skip

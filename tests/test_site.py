@@ -146,7 +146,7 @@ def site(tmp_path_factory):
 def test_the_site_holds_every_page_and_needs_nothing_from_elsewhere(site):
     pages = list(site.rglob("*.html"))
     assert {page.stem for page in ROOT.glob("docs/*.md")} <= {page.stem for page in pages}
-    assert (site / "code/training/step.py.html").exists()
+    assert (site / "code/training/step/step.py.html").exists()
     for page in pages:
         text = page.read_text()
         assert not re.search(r"<(script|link|img|iframe)\b[^>]*(src|href)=\"?(https?:)?//", text), page

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tools.forecasting.spectra import EARTH_RADIUS, LeadTimeSpectra, spread
-from training.pictures import spectra_figure
+from training.forecasting.pictures import spectra_figure
 from weather.fields.grid import Grid, latitudes, longitudes
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ import pytest
 from tests.support import programs
 from tests.support.launch import losses
 from tests.test_training import run, same_losses, scalars  # noqa: F401  # a fixture
-from training.checkpoint import CheckpointFolder
-from training.checkpoint_files import read_losses, read_marker, verify
+from training.checkpoints.files import read_losses, read_marker, verify
+from training.checkpoints.folder import CheckpointFolder
 from training.tasks.validation import ForecastValidator
 from utils.errors import STOPPED_STATUS, NonFiniteLossError
 

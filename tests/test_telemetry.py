@@ -13,11 +13,11 @@ from tests.support.launch import wait_until
 from tests.support.layout_parity import build, own_part
 from tests.support.refusals import refusal
 from tests.test_training import scalars, stop_after
-from training import flops
-from training.loggers import Logger, Loggers, MetricsFile, read_metrics
-from training.step import TrainingStep
+from training.models import flops
+from training.run.loggers import Logger, Loggers, MetricsFile, read_metrics
+from training.run.timing import PHASES
+from training.step.step import TrainingStep
 from training.tasks import build_task
-from training.timing import PHASES
 from utils import comm
 from utils.errors import NonFiniteLossError
 

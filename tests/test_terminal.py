@@ -11,7 +11,7 @@ from tests.support import programs
 from tests.support.launch import popen, summary, wait_for
 from tests.support.marks import slow_but
 from tests.support.refusals import refusal
-from training.checkpoint import CheckpointFolder, first_whole
+from training.checkpoints.folder import CheckpointFolder, first_whole
 
 
 def shell(line, words, **variables):

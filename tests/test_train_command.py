@@ -14,7 +14,7 @@ import train
 from tests.support import programs
 from tests.support.launch import losses, wait_for
 from tests.support.refusals import refusal
-from training import checkpoint_files
+from training.checkpoints import files as checkpoint_files
 from weather import year_files
 
 

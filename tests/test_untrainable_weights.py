@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from tests.support.layout_parity import build, check_in_double
 from tests.support.refusals import refusal
-from training.model_class import model_class
-from training.model_info import inspect_model
-from training.rollout import Rollout
+from training.forecasting.rollout import Rollout
+from training.models.info import inspect_model
+from training.models.model_class import model_class
 from utils.errors import UsageError
 
 HERE = "tests.test_untrainable_weights"

@@ -12,7 +12,7 @@ from tests.support import usage_models
 from tests.support.layout_parity import build, check_chain, check_in_double, check_training, train_steps
 from tests.support.marks import slow_but, slow_rows_but
 from tests.support.refusals import refusal
-from training.model import build_model, initial_weights
+from training.models.build import build_model, initial_weights
 from training.tasks import build_task
 
 

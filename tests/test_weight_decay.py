@@ -6,7 +6,7 @@ import torch
 from tests.support.layout_parity import build, check_chain, check_training, ranks_and_options, train_from
 from tests.support.marks import slow_but
 from tests.support.refusals import refusal
-from training.optimizer import set_learning_rate
+from training.step.optimizer import set_learning_rate
 
 # So large that a weight with a decay that it should not have, or without, is far away after a step.
 DECAYING = {

@@ -30,7 +30,7 @@ from tools.planner.compare import planned_figures, read_figures
 from tools.planner.hardware import Gpu, gpu_called, load_gpu
 from tools.planner.search import Request
 from tools.tables import GIB, format_tables, machine
-from training.loggers import FILE_NAME, read_metrics
+from training.run.loggers import FILE_NAME, read_metrics
 from utils.device import driver, select_device
 from utils.errors import FAILED_STATUS, STOPPED_STATUS, ArgumentParser, first_line, int_in_range, run_main
 from utils.files import read_json, whole_file

@@ -20,8 +20,8 @@ from pandas import DataFrame, Series, concat
 
 from tools.pictures import finish, panels, save
 from tools.tables import format_table
-from training.profiling import TRACE
-from training.timing import PHASES
+from training.run.profiling import TRACE
+from training.run.timing import PHASES
 from utils.errors import ArgumentParser, UsageError, reading, run_main
 
 STATES = {

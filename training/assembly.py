@@ -13,11 +13,11 @@ from distributed.model_parallel import ModelParallelOptions, split_model
 from distributed.parallel_model import ParallelModel
 from distributed.split import Split
 from distributed.usage import Usage
-from training.model import build_model, initial_weights
-from training.model_info import inspect_model
-from training.optimizer import build_optimizer
-from training.speed_options import apply_speed_options
-from training.step import TrainingStep
+from training.models.build import build_model, initial_weights
+from training.models.info import inspect_model
+from training.step.optimizer import build_optimizer
+from training.step.speed_options import apply_speed_options
+from training.step.step import TrainingStep
 from training.tasks import Task, build_task
 from utils import comm
 from utils.schema import Config

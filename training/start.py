@@ -4,8 +4,8 @@ import os
 
 import torch
 
-from training.determinism import prepare_environment
-from training.profiling import restart_under_nsys
+from training.run.profiling import restart_under_nsys
+from training.step.determinism import prepare_environment
 from training.tasks import Task, build_task
 from utils import comm, connection
 from utils.config import SCRIPTS, load_config

@@ -63,9 +63,9 @@ class LossKind:
 
 
 LOSSES = {
-    "relative_l2": LossKind("training.losses:relative_l2"),
-    "squared_error": LossKind("training.losses:weighted_squared_error", is_weighted=True),
-    "crps": LossKind("training.crps:weighted_crps", is_weighted=True, scores_members=True),
+    "relative_l2": LossKind("training.forecasting.losses:relative_l2"),
+    "squared_error": LossKind("training.forecasting.losses:weighted_squared_error", is_weighted=True),
+    "crps": LossKind("training.forecasting.crps:weighted_crps", is_weighted=True, scores_members=True),
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from training.watchdog import Watchdog
+from training.run.watchdog import Watchdog
 from utils import comm, connection
 from utils.layout import Layout
 

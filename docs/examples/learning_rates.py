@@ -4,7 +4,7 @@ python -m docs.examples.learning_rates
 """
 
 from tools.tables import format_table
-from training.optimizer import peak_learning_rate
+from training.step.optimizer import peak_learning_rate
 from utils.config import load_config
 
 BATCHES = (16, 32, 64, 128, 256, 512, 1024, 2048)

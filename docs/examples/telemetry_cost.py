@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from training.assembly import build_step, random_batch
-from training.loggers import Loggers, MetricsFile, TensorBoard
-from training.spans import LISTENERS
-from training.telemetry import Telemetry
-from training.timing import PHASES
+from training.run.loggers import Loggers, MetricsFile, TensorBoard
+from training.run.telemetry import Telemetry
+from training.run.timing import PHASES
+from training.step.spans import LISTENERS
 from utils.config import load_config
 
 STEPS = 10  # of an interval

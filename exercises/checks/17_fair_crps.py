@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from exercises.checks.common import Draw, Wrong, expect, expect_same, expect_tensor, same
-from training.crps import crps_of_points
+from training.forecasting.crps import crps_of_points
 
 WORLD_SIZES = (1,)
 

@@ -21,7 +21,7 @@ from tools.layout_check.check import cases_of, default_dtype, record_serially, t
 from tools.layout_check.differences import TOLERANCES, errors_of
 from tools.layout_check.parts import STAGES, Key
 from tools.tables import format_table
-from training import step
+from training.step import step
 from utils import comm
 
 OPTIONS = (

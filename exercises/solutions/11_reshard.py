@@ -8,7 +8,7 @@ first would be most of q and nothing else. To hand weights to them the rows have
 
 Below everything is joined along rows. Mend it, and fill in the other.
 
-Done for real in training/checkpoint.py, by torch.distributed.checkpoint, with the dims that
+Done for real in training/checkpoints/folder.py, by torch.distributed.checkpoint, with the dims that
 distributed/tensor_parallel.py names. Chapter: docs/reference/model_parallel.md, "Checkpoints move between layouts".
 """
 

@@ -9,7 +9,7 @@ truth's own distribution, its mean is the same for every M (Ferro 2014, doi:10.1
 few members would be told to huddle together. Pairs cost M (M - 1) / 2 differences. Sorted, a sum is enough: the k-th of
 M members, from 0, is larger than k others and smaller than M - 1 - k.
 
-Done for real in training/crps.py. Chapter: docs/ensembles.md, "The idea".
+Done for real in training/forecasting/crps.py. Chapter: docs/ensembles.md, "The idea".
 """
 
 from torch import Tensor

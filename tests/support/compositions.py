@@ -44,7 +44,7 @@ PLANTS = {
     "a sum is left out": patched("distributed.layers.reduce_from_region", identity),
     "a rank has gradients of its own": after(ParallelModel, "finish_gradients", on_rank_1(halved)),
     "sharded ranks ignore clip_grad_norm": clip_unless_sharded,
-    "an average is not updated": patched("training.averaged_weights.AveragedWeights.update", lambda *_: None),
+    "an average is not updated": patched("training.step.averaged_weights.AveragedWeights.update", lambda *_: None),
     "no moments are read back": after(trial_module, "load_state", lambda step, _: forgotten_moments(step.optimizer)),
     "an error on all ranks": patched("distributed.data_parallel.replicate", fails),
 }

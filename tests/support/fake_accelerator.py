@@ -21,14 +21,14 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from distributed.data_parallel import DataParallelOptions, data_parallel
 from tools.planner.fake import fake_rank, pipeline_shapes
 from training.assembly import random_batch, split_as_configured
-from training.ensemble import one_member
-from training.model import build_model
-from training.optimizer import build_optimizer
-from training.spans import listening
-from training.speed_options import apply_speed_options
-from training.step import TrainingStep
+from training.forecasting.ensemble import one_member
+from training.models.build import build_model
+from training.run.timing import PhaseTimes
+from training.step.optimizer import build_optimizer
+from training.step.spans import listening
+from training.step.speed_options import apply_speed_options
+from training.step.step import TrainingStep
 from training.tasks import task_of
-from training.timing import PhaseTimes
 from utils.config import SCRIPTS, load_config
 
 DEVICE_COUNT = 4

@@ -11,7 +11,8 @@ from distributed import collectives, data_parallel, halo, model_parallel
 from distributed.parallel_model import ParallelModel
 from distributed.shard.tensor import RULES, wrap
 from tools.layout_check import recording
-from training import assembly, step
+from training import assembly
+from training.step import step
 from utils import comm
 
 
@@ -113,7 +114,7 @@ def samples_of_rank_0():
 @contextmanager
 def learning_rate(factor):
     real = step.learning_rate
-    with mock.patch("training.step.learning_rate", lambda *args: real(*args) * factor()):
+    with mock.patch("training.step.step.learning_rate", lambda *args: real(*args) * factor()):
         yield
 
 
@@ -193,7 +194,8 @@ FAULTS = {
         after(model_parallel, "context_parallel", from_token_0), "cp2",
         "forward pass", r"pos_embed$", r"^rank 1 alone: its PositionEmbedding works with another position"),
     "cp: a loss of parts": Fault(
-        patched("training.losses.l2_norms", own_norms), "cp2", "loss", r"of step 1", r"outputs are equal, the loss is"),
+        patched("training.forecasting.losses.l2_norms", own_norms), "cp2",
+        "loss", r"of step 1", r"outputs are equal, the loss is"),
     "cp: the mean of parts of a sum": Fault(
         patched("distributed.collectives._times_size", identity), "cp2",
         "gradient", r"head.proj.bias", r"^1/2 of what it should be"),
@@ -201,7 +203,7 @@ FAULTS = {
         patched("distributed.collectives._times_size", identity), "domain2",
         "gradient", r"head.proj.bias", r"^1/2 of what it should be"),
     "domain: a loss of uneven parts": Fault(
-        patched("training.losses.l2_norms", own_norms), "domain3",
+        patched("training.forecasting.losses.l2_norms", own_norms), "domain3",
         "loss", r"of step 1", r"outputs are equal, the loss is not"),
     "domain: an empty halo": Fault(
         no_halo, "domain2", "forward pass", r"", r"only rows beside a cut differ: the halo", CONV),

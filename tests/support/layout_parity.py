@@ -21,9 +21,9 @@ from tools.instruments.pool import Process
 from tools.instruments.team import Case
 from tools.layout_check import check
 from training.assembly import build_step
-from training.checkpoint import CheckpointFolder
-from training.checkpoint_state import collect_state, restore_state
-from training.model_state import collect_extra, later_names
+from training.checkpoints.folder import CheckpointFolder
+from training.checkpoints.model_state import collect_extra, later_names
+from training.checkpoints.state import collect_state, restore_state
 from training.tasks import build_task, task_of
 from utils import comm
 from utils.yaml_files import yaml

@@ -28,7 +28,7 @@ from tests.support.layout_faults import (
     scaled_gradients,
 )
 from tools.layout_check import recording, saving
-from training import step
+from training.step import step
 from utils import comm
 
 GATHER = METHODS["gather"]
@@ -137,7 +137,7 @@ def a_last_loss_of_zero():
 @contextmanager
 def another_schedule():
     real = step.learning_rate
-    with mock.patch("training.step.learning_rate", lambda config, i: real(config, i) * (1 + i)):
+    with mock.patch("training.step.step.learning_rate", lambda config, i: real(config, i) * (1 + i)):
         yield
 
 
@@ -150,7 +150,7 @@ def another_eps_of_adam():
         for group in optimizer.param_groups:
             group["eps"] = 1e-2 if is_rank_1() else 1e-8
 
-    with mock.patch("training.step.set_learning_rate", rate):
+    with mock.patch("training.step.step.set_learning_rate", rate):
         yield
 
 

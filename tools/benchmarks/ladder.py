@@ -25,12 +25,12 @@ from tools.instruments.team import Teams
 from tools.pictures import draw_bars, finish, panels, save
 from tools.tables import GIB, format_tables, installed, machine
 from training.assembly import build_step
-from training.float8 import has_float8
-from training.flops import training_flops
-from training.spans import listening, span
-from training.step import AMP_DTYPES
+from training.models.flops import training_flops
+from training.run.timing import PHASES, PhaseTimes
+from training.step.float8 import has_float8
+from training.step.spans import listening, span
+from training.step.step import AMP_DTYPES
 from training.tasks import build_task
-from training.timing import PHASES, PhaseTimes
 from utils.config import load_config
 from utils.device import device_module, empty_cache, peak_memory_bytes, select_device
 from utils.errors import UsageError, first_line

@@ -13,7 +13,7 @@ from tools.compositions.choices import DP, OWN_NUMBERS, Choice, keys_of_layouts,
 from tools.instruments.rank_case import build_case
 from tools.instruments.team import Case
 from tools.planner.layouts import script_of
-from training.model import build_model
+from training.models.build import build_model
 from training.tasks import build_task
 from utils.errors import UsageError
 from utils.layout import tile_counts

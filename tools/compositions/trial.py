@@ -22,8 +22,8 @@ from tools.layout_check.saving import load_state, save_state
 from tools.layout_check.wide import build_wide_step, quick_compilation, wide_casts
 from tools.planner.trace import observe_step
 from tools.planner.validate import counts
-from training.checkpoint import CheckpointFolder
-from training.step import TrainingStep
+from training.checkpoints.folder import CheckpointFolder
+from training.step.step import TrainingStep
 from utils import agreement, comm
 from utils.errors import UsageError
 from utils.schema import count_forcings

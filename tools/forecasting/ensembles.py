@@ -11,7 +11,7 @@ from torch import Tensor
 from tools.forecasting.lead_times import metrics_by_lead_time
 from tools.forecasting.spectra import spread
 from tools.tables import format_table
-from training.ensemble_metrics import EnsembleMetrics
+from training.forecasting.ensemble_metrics import EnsembleMetrics
 from weather.convert.climate_quantiles import QUANTILES
 
 Scores = dict[str, dict[str, dict[str, Any]]]  # {score: {forecast: {channel: values by lead time}}}

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from training.metrics import ForecastMetrics, normalised_climatology
-from training.results import FORECASTS
+from training.forecasting.metrics import FORECASTS, ForecastMetrics, normalised_climatology
 
 Metrics = TypeVar("Metrics")
 Skill = dict[str, dict[str, dict[str, list[float]]]]  # {score: {forecast: {channel: value at each lead time}}}

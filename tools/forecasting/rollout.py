@@ -15,8 +15,8 @@ from tools.forecasting.forecast_file import FileKind, ForecastFile
 from tools.forecasting.lead_times import LeadTimeSkill, Skill
 from tools.forecasting.shown_channel import Plume, ShownChannel
 from tools.forecasting.spectra import LeadTimeSpectra, Spectra
-from training.ensemble import FORECAST, draw_noise, own_members, repeat_members, whole_members
-from training.step import autocast
+from training.forecasting.ensemble import FORECAST, draw_noise, own_members, repeat_members, whole_members
+from training.step.step import autocast
 from training.tasks.forecast import rollout_of
 from utils import comm
 from utils.device import to_device

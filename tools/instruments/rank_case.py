@@ -10,7 +10,7 @@ from tools.instruments.clock import timed
 from tools.instruments.pool import Process
 from tools.instruments.team import Case, use_mesh
 from training.assembly import build_step, random_batch
-from training.ensemble import one_member
+from training.forecasting.ensemble import one_member
 from utils import comm
 from utils.command_line import option_words
 from utils.config import SCRIPTS, load_config

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from training.spans import listening, span
-from training.step import TrainingStep
+from training.step.spans import listening, span
+from training.step.step import TrainingStep
 from utils.torch_private import storage_id
 
 # Spans of a step by the phase that they belong to. Whatever is in none of them counts as backward.

@@ -12,7 +12,7 @@ import torch
 
 from tools.instruments.gloo_device import share_gloo_device
 from tools.instruments.pool import OutOfMemory, Pool, Process, RankError, RanksFailed
-from training.determinism import prepare_environment
+from training.step.determinism import prepare_environment
 from utils import comm, connection
 from utils.layout import Layout
 from utils.schema import Config

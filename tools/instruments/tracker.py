@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from tools.instruments.counting import Collective, Watch, collective
-from training.speed_options import EXPENSIVE
+from training.step.speed_options import EXPENSIVE
 from utils.sharded import is_dtensor
 from utils.torch_private import storage_id
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from distributed.shard.operands import sum_partial
 from distributed.shard.spec import Spec
 from distributed.shard.tensor import ShardTensor, local
-from training.step import TrainingStep
+from training.step.step import TrainingStep
 
 STEPS = 3
 

@@ -23,8 +23,8 @@ from tools.layout_check.parts import (
     of_parameter,
     part_of_rank,
 )
-from training.speed_options import blocks_of
-from training.step import TrainingStep
+from training.step.speed_options import blocks_of
+from training.step.step import TrainingStep
 from utils.device import device_module
 from utils.torch_private import is_batched
 

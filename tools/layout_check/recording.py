@@ -26,8 +26,8 @@ from tools.layout_check.parts import (
 from tools.layout_check.recorder import recorded
 from tools.layout_check.saving import state_of, why_not_saved
 from tools.layout_check.wide import build_wide_step, wide_casts
-from training.ensemble import repeat_members, training_noise
-from training.step import TrainingStep
+from training.forecasting.ensemble import repeat_members, training_noise
+from training.step.step import TrainingStep
 from utils import comm
 from utils.sample_order import own_positions
 from utils.schema import Config

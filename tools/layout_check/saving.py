@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from distributed.weight_shards import global_view, take_parts
-from training.checkpoint import CheckpointFolder
-from training.checkpoint_state import State, collect_state, restore_state
-from training.model_state import collect_extra
-from training.step import TrainingStep
+from training.checkpoints.folder import CheckpointFolder
+from training.checkpoints.model_state import collect_extra
+from training.checkpoints.state import State, collect_state, restore_state
+from training.step.step import TrainingStep
 from utils.errors import first_line
 
 

@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 from distributed.shard.calls import passes_on
 from distributed.ties import keep_ties
 from training.assembly import build_step
-from training.model import build_model
-from training.model_class import LOOKING_ON
-from training.step import TrainingStep
+from training.models.build import build_model
+from training.models.model_class import LOOKING_ON
+from training.step.step import TrainingStep
 from utils.schema import Config
 
 # Methods that cast without naming a type.
@@ -44,7 +44,7 @@ def build_wide_step(config: Config, device: torch.device) -> TrainingStep:
             return model._apply(_widened)
 
     # The look at a model builds one of its own.
-    with patch("training.assembly.build_model", build_wide), patch("training.model_info.build_model", build_wide):
+    with patch("training.assembly.build_model", build_wide), patch("training.models.info.build_model", build_wide):
         return build_step(config, device)
 
 

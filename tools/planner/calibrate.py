@@ -21,9 +21,9 @@ from tools.planner.rank_seconds import calls_around_model
 from tools.planner.step_time import StepTime, step_time
 from tools.planner.trace import Trace, observe_step
 from tools.tables import machine
-from training.spans import listening
-from training.timing import PHASES as STEP_PHASES
-from training.timing import PhaseTimes
+from training.run.timing import PHASES as STEP_PHASES
+from training.run.timing import PhaseTimes
+from training.step.spans import listening
 from utils import comm, connection
 from utils.device import device_module, peak_memory_bytes
 from utils.errors import ArgumentParser, UsageError

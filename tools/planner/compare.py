@@ -9,10 +9,10 @@ from typing import Any
 from tools.planner.hardware import gpu_called, load_gpu
 from tools.planner.plan import Plan, plan_layout
 from tools.tables import format_table
-from training.flops import is_gpu
-from training.loggers import FILE_NAME, read_metrics
-from training.run_folder import read_summary
-from training.timing import WARMUP_ITERATIONS
+from training.models.flops import is_gpu
+from training.run.folder import read_summary
+from training.run.loggers import FILE_NAME, read_metrics
+from training.run.timing import WARMUP_ITERATIONS
 from utils.config import check_config, read_named_config
 from utils.errors import UsageError
 from utils.yaml_files import read_mappings

@@ -14,7 +14,7 @@ from typing import Any
 
 from tools.planner.fake import fake_rank
 from training.assembly import split_as_configured
-from training.model import build_model
+from training.models.build import build_model
 from utils.command_line import choices, option_words, parse_command_line
 from utils.config import SCRIPTS, SPLITS, STRATEGY_KEYS, check_config, read_named_config
 from utils.errors import UsageError

@@ -9,7 +9,7 @@ from tools.planner.symbols import FULL, Symbols
 from tools.planner.textbook_messages import messages
 from tools.planner.textbook_operations import operations
 from tools.planner.trace import Trace
-from training.crps import MOST_IN_PAIRS
+from training.forecasting.crps import MOST_IN_PAIRS
 from utils.errors import UsageError
 from utils.layout import Layout
 from utils.schema import Config

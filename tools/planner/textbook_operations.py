@@ -6,7 +6,7 @@ import torch
 
 from tools.instruments.tracker import ATTENTION, Operation
 from tools.planner.symbols import FULL, Symbols
-from training.step import AMP_DTYPES
+from training.step.step import AMP_DTYPES
 
 
 def operations(s: Symbols) -> Counter[Operation]:

@@ -34,11 +34,11 @@ from tools.planner.fake import (
     values_are_zero,
 )
 from training.assembly import random_batch, split_as_configured
-from training.ensemble import one_member
-from training.model import build_model, initial_weights
-from training.optimizer import build_optimizer
-from training.speed_options import apply_speed_options
-from training.step import AMP_DTYPES, TrainingStep
+from training.forecasting.ensemble import one_member
+from training.models.build import build_model, initial_weights
+from training.step.optimizer import build_optimizer
+from training.step.speed_options import apply_speed_options
+from training.step.step import AMP_DTYPES, TrainingStep
 from training.tasks import build_task
 from utils import comm
 from utils.layout import Layout

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from distributed.collectives import as_group, sum_over_ranks
 from distributed.parallel_model import ParallelModel
-from training.crps import exchange_points, own_points
-from training.ensemble import members_of_ranks, repeat_members
-from training.losses import loss_weights
-from training.region import check_columns
-from training.rollout import Rollout
+from training.forecasting.crps import exchange_points, own_points
+from training.forecasting.ensemble import members_of_ranks, repeat_members
+from training.forecasting.losses import loss_weights
+from training.forecasting.region import check_columns
+from training.forecasting.rollout import Rollout
 from training.tasks.frames_check import check_test_years, look_at_frames
 from training.tasks.task import Task, Validator
 from training.tasks.validation import EnsembleValidator, ForecastValidator

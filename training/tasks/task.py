@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distributed.parallel_model import ParallelModel
 from distributed.usage import Usage
-from training.model_info import ModelInfo, inspect_model
+from training.models.info import ModelInfo, inspect_model
 from utils import agreement
 from utils.data_loader import BatchLoader
 from utils.errors import UsageError
@@ -91,7 +91,7 @@ class Task(ABC):
     def predict(self, parallel: ParallelModel, x: Tensor, y: Tensor, noise: Tensor | None = None) -> Tensor:
         """The prediction that is compared with y, in training. x: a batch of inputs; y: only its shape matters.
 
-        noise: of the members of an ensemble that this rank has, see training/ensemble.py; None without an ensemble.
+        noise: of the members of an ensemble that this rank has, see training/forecasting/ensemble.py; None without one.
         """
         return parallel.module(x)
 

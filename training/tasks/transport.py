@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed.parallel_model import ParallelModel
-from training.losses import relative_l2
+from training.forecasting.losses import relative_l2
 from training.tasks.waves import WaveTask, waves
 from utils.errors import UsageError
 

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from distributed.parallel_model import ParallelModel
-from training.ensemble import VALIDATION, draw_noise, own_members, repeat_members, whole_members
-from training.ensemble_metrics import EnsembleMetrics
-from training.metrics import ForecastMetrics, normalised_climatology
-from training.results import skill_table
-from training.rollout import Network, Rollout
+from training.forecasting.ensemble import VALIDATION, draw_noise, own_members, repeat_members, whole_members
+from training.forecasting.ensemble_metrics import EnsembleMetrics
+from training.forecasting.metrics import ForecastMetrics, normalised_climatology, skill_table
+from training.forecasting.rollout import Network, Rollout
 from training.tasks.task import Validator
 from utils import comm
 from utils.data_loader import BatchLoader
@@ -166,7 +165,7 @@ class ForecastValidator(Validator):
 
     def _draw(self, target: Tensor, prediction: Tensor) -> None:
         """Make pictures of one sample, (1, n_out, H, W)."""
-        from training.pictures import lead_time_figure  # slow to import, and rank 0 alone draws
+        from training.forecasting.pictures import lead_time_figure  # slow to import, and rank 0 alone draws
 
         def in_units(image: Tensor, channel: int) -> np.ndarray:
             normalised = image[:, channel].cpu()  # (1, H, W)

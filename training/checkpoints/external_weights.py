@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from distributed.split import Split
 from distributed.weight_shards import fill_weights
-from training.checkpoint_files import MARKER
-from training.model import build_model, initial_weights
+from training.checkpoints.files import MARKER
+from training.models.build import build_model, initial_weights
 from utils.choices import choose
 from utils.errors import UsageError, reported_as_usage_error
 from utils.files import read_text

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from training.model_state import collect_weights, restore_weights
-from training.muon import Muon
-from training.random_streams import RandomStreams
+from training.checkpoints.model_state import collect_weights, restore_weights
+from training.step.muon import Muon
+from training.step.random_streams import RandomStreams
 
 # {"model", "ema", "optimizer" or "random": {name: tensor, or a parameter's moments}}
 State = dict[str, dict[str, Any]]

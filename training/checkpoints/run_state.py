@@ -5,12 +5,12 @@ from typing import Any
 
 from torch import nn
 
-from training.checkpoint_files import config_of
-from training.checkpoint_state import State, collect_state
-from training.external_weights import is_external, load_external_weights, match_weights
-from training.model_state import collect_extra, later_names
-from training.step import TrainingStep
-from training.trained_weights import find, load_weights_into
+from training.checkpoints.external_weights import is_external, load_external_weights, match_weights
+from training.checkpoints.files import config_of
+from training.checkpoints.model_state import collect_extra, later_names
+from training.checkpoints.state import State, collect_state
+from training.checkpoints.trained_weights import find, load_weights_into
+from training.step.step import TrainingStep
 from utils import agreement, comm
 from utils.schema import Config
 

@@ -21,8 +21,8 @@ from distributed.split import Split
 from distributed.ties import keep_ties
 from distributed.weight_shards import fill_weights
 from networks import MODELS
-from training.model_checks import check_matrices, check_registered, check_weights, unregistered_parts
-from training.model_class import arguments_of, call_with, describe_error, model_class
+from training.models.checks import check_matrices, check_registered, check_weights, unregistered_parts
+from training.models.model_class import arguments_of, call_with, describe_error, model_class
 from utils.errors import UsageError, nearest
 from utils.host_random import HostRandom
 from utils.schema import Config

@@ -2,7 +2,7 @@
 
 Of M members x_i and the truth y:
 
-- CRPS, fair (training/crps.py); of one forecast it is the mean absolute error.
+- CRPS, fair (training/forecasting/crps.py); of one forecast it is the mean absolute error.
 - RMSE of the ensemble mean, and spread, the root of the mean variance of the members.
 - Spread/skill: sqrt((M + 1) / M) spread / RMSE, 1 where members and truth are drawn alike (Fortin et al. 2014,
   doi:10.1175/JHM-D-14-0008.1). Less: the members are too sure.
@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from training.crps import crps_of_points
-from training.metrics import latitude_weights
+from training.forecasting.crps import crps_of_points
+from training.forecasting.metrics import latitude_weights
 from utils import comm
 from weather.convert.climate_quantiles import QUANTILES
 

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.parallel_model import ParallelModel
 from distributed.weight_shards import global_view, take_parts
-from training.checkpoint import CheckpointFolder, first_whole
-from training.checkpoint_files import MARKER, CheckpointError, Marker, config_of, read_losses, read_marker, verify
-from training.external_weights import is_external, match_weights
-from training.model_state import collect_weights, restore_weights
+from training.checkpoints.external_weights import is_external, match_weights
+from training.checkpoints.files import MARKER, CheckpointError, Marker, config_of, read_losses, read_marker, verify
+from training.checkpoints.folder import CheckpointFolder, first_whole
+from training.checkpoints.model_state import collect_weights, restore_weights
 from utils import agreement
 from utils.command_line import option_words
 from utils.config import differing_keys

@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
-from training.loss_scaler import INITIAL_SCALE, ScaleOfOneDevice
+from training.step.loss_scaler import INITIAL_SCALE, ScaleOfOneDevice
 
 
 class SharedScaler(ScaleOfOneDevice, ShardedGradScaler):

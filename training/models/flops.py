@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from training.model_info import inspect_model
+from training.models.info import inspect_model
 from utils.device import device_name
 from utils.schema import Config
 from utils.yaml_files import read_mappings

@@ -8,14 +8,14 @@ from functools import partial
 from typing import Any
 
 from distributed.weight_shards import global_view, take_parts
-from training.checkpoint import CheckpointFolder
-from training.checkpoint_files import CheckpointError
-from training.checkpoint_state import restore_state
-from training.model_state import check_unchanged, collect_extra, collect_weights, described
-from training.run_folder import RunFolder
-from training.run_notes import describe_devices, log_notes
-from training.run_state import collect_named_state, collect_tensors, start_from
-from training.step import TrainingStep
+from training.checkpoints.files import CheckpointError
+from training.checkpoints.folder import CheckpointFolder
+from training.checkpoints.model_state import check_unchanged, collect_extra, collect_weights, described
+from training.checkpoints.run_state import collect_named_state, collect_tensors, start_from
+from training.checkpoints.state import restore_state
+from training.run.folder import RunFolder
+from training.run.notes import describe_devices, log_notes
+from training.step.step import TrainingStep
 from utils import agreement
 from utils.errors import FULL_DISK, UsageError, first_line
 from utils.schema import Config

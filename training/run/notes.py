@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from training.attention_kernel import attention_notes
-from training.step import TrainingStep
+from training.step.attention_kernel import attention_notes
+from training.step.step import TrainingStep
 from utils import comm
 from utils.config import SHARDED
 from utils.device import peak_memory_bytes

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 
-from training.spans import span
-from training.step import StepOutput
+from training.step.spans import span
+from training.step.step import StepOutput
 from utils.data_loader import Batch
 from utils.errors import ConnectionLostError
 

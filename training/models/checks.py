@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from distributed.split import Split
-from training.weight_roles import weight_roles
+from training.models.weight_roles import weight_roles
 from utils.errors import UsageError
 from utils.schema import Config
 

@@ -6,9 +6,9 @@ from distributed.parallel_model import check_output
 from distributed.protocol import points_kept_together
 from distributed.usage import Usage, watch
 from networks.vit import PerAxis
-from training.model import blank_inputs, build_model
-from training.model_checks import check_made
-from training.model_class import describe_error
+from training.models.build import blank_inputs, build_model
+from training.models.checks import check_made
+from training.models.model_class import describe_error
 from utils.errors import UsageError
 from utils.schema import Config
 

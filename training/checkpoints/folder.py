@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from training.checkpoint_files import (
+from training.checkpoints.files import (
     MARKER,
     CheckpointError,
     Marker,
@@ -35,8 +35,8 @@ from training.checkpoint_files import (
     verify,
     verify_together,
 )
-from training.checkpoint_state import State
-from training.random_streams import accelerator
+from training.checkpoints.state import State
+from training.step.random_streams import accelerator
 from utils import agreement, comm
 from utils.errors import UsageError, first_line
 from utils.files import sync_folder, whole_file
@@ -178,7 +178,7 @@ class CheckpointFolder:
         """In the background, on every rank."""
         import torch.distributed.checkpoint as dcp  # slow to import
 
-        from training.checkpoint_writer import ShardWriter
+        from training.checkpoints.writer import ShardWriter
 
         if device is not None:  # a thread begins on device 0, where freeing pinned copies would take memory
             torch.accelerator.set_device_index(device)
@@ -268,7 +268,7 @@ class CheckpointFolder:
 
     def rehearse(self, tensors: State) -> None:
         """Try out a checkpoint of these tensors, on all ranks together; raises UsageError as rehearsal.rehearse."""
-        from training.rehearsal import rehearse  # slow to import
+        from training.checkpoints.rehearsal import rehearse  # slow to import
 
         self._connect()
         rehearse(tensors, self._group)

@@ -14,21 +14,21 @@ from typing import Any
 
 from tqdm import tqdm
 
-from training.cuda_graphs import DDP_WARMUP_STEPS
-from training.iteration import Iteration
-from training.loggers import KINDS, Loggers, MetricsFile, TensorBoard, check_tracker
-from training.profiling import build_profiler
-from training.results import print_result, rmse_charts, write_validation
-from training.run_checkpoints import Progress, RunCheckpoints
-from training.run_folder import RunFolder
-from training.run_notes import log_memory
-from training.spans import listening, span
-from training.step import StepOutput, TrainingStep
+from training.checkpoints.trained_weights import check_start
+from training.run.checkpoints import Progress, RunCheckpoints
+from training.run.folder import RunFolder
+from training.run.iteration import Iteration
+from training.run.loggers import KINDS, Loggers, MetricsFile, TensorBoard, check_tracker
+from training.run.notes import log_memory
+from training.run.profiling import build_profiler
+from training.run.results import print_result, rmse_charts, write_validation
+from training.run.telemetry import Telemetry
+from training.run.timing import words_of_seconds
+from training.run.watchdog import Watchdog
+from training.step.cuda_graphs import DDP_WARMUP_STEPS
+from training.step.spans import listening, span
+from training.step.step import StepOutput, TrainingStep
 from training.tasks import Task
-from training.telemetry import Telemetry
-from training.timing import words_of_seconds
-from training.trained_weights import check_start
-from training.watchdog import Watchdog
 from utils import agreement, comm
 from utils.data_loader import Batch, BatchLoader
 from utils.device import device_name, peak_memory_bytes, synchronize

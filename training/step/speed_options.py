@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from distributed.parallel_model import transform_forward
-from training.cuda_graphs import check_capture
-from training.determinism import make_repeatable
-from training.float8 import use_float8
-from training.recomputation import Contexts, checkpointed
+from training.step.cuda_graphs import check_capture
+from training.step.determinism import make_repeatable
+from training.step.float8 import use_float8
+from training.step.recomputation import Contexts, checkpointed
 from utils import comm
 from utils.choices import choose
 from utils.errors import UsageError

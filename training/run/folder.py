@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from training.run_owner import FILE, RunOwner, owner_of, this_process
+from training.run.owner import FILE, RunOwner, owner_of, this_process
 from utils import agreement, comm
 from utils.config import check_config, differing_keys, read_named_config, write_config
 from utils.errors import UsageError

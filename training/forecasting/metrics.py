@@ -7,12 +7,16 @@ time mean of the training years.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from utils import comm
+
+HEADLINE = ("u10", "v10", "t2m", "z500")
+FORECASTS = {"model": "rmse", "persistence": "persistence_rmse", "climatology": "climatology_rmse"}
 
 
 def latitude_weights(latitude: np.ndarray) -> np.ndarray:
@@ -83,3 +87,21 @@ class ForecastMetrics:
     def _mean(self, values: Tensor) -> Tensor:
         """Mean over the points, by area: (B, C, H, W) -> (B, C)."""
         return (values * self.weights).sum((-2, -1))
+
+
+def skill_table(summary: dict[str, Any]) -> str:
+    """RMSE of the headline channels beside persistence and climatology, as lines of text."""
+    scored = summary["rmse"]
+    # Without any of the usual channels the first four are shown.
+    headline = [name for name in HEADLINE if name in scored]
+    columns = "".join(f"{name:>14}" for name in FORECASTS)
+    lines = [f"{'RMSE':<18}{columns}"]
+    for name in headline or list(scored)[:4]:
+        label = f"{name} ({summary['units'][name]})"
+        line = f"{label:<18}"
+        for kind in FORECASTS.values():
+            value = summary.get(kind, {}).get(name)
+            text = "-" if value is None else format(value, ".3f")
+            line += f"{text:>14}"
+        lines.append(line)
+    return "\n".join(lines)

@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend
 
 from distributed import attention_kernels
 from distributed.usage import AttentionCall, Usage
-from training.step import autocast
+from training.step.step import autocast
 from utils import comm
 from utils.schema import Config
 from utils.torch_private import VERSION

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from training.loggers import Charts, Figures, Logger
+from training.forecasting.metrics import FORECASTS
+from training.run.loggers import Charts, Figures, Logger
 from utils import comm
 from utils.errors import ArgumentParser
 from utils.schema import Config
 
-HEADLINE = ("u10", "v10", "t2m", "z500")
-FORECASTS = {"model": "rmse", "persistence": "persistence_rmse", "climatology": "climatology_rmse"}
 # TensorBoard sorts by name, capitals first: its page opens on the losses and ends with the accuracy.
 TAGS = {"val_loss": "Loss/valid", "acc": "valid_acc", "accuracy": "valid_accuracy"}
 
@@ -50,24 +49,6 @@ def rmse_charts(channels: Sequence[str]) -> Charts:
         tags = [channel_tag(kind, number, name) for kind in FORECASTS.values()]
         charts[name] = ["Multiline", tags]
     return {"RMSE of model, persistence, climatology": charts} if charts else {}
-
-
-def skill_table(summary: dict[str, Any]) -> str:
-    """RMSE of the headline channels beside persistence and climatology, as lines of text."""
-    scored = summary["rmse"]
-    # Without any of the usual channels the first four are shown.
-    headline = [name for name in HEADLINE if name in scored]
-    columns = "".join(f"{name:>14}" for name in FORECASTS)
-    lines = [f"{'RMSE':<18}{columns}"]
-    for name in headline or list(scored)[:4]:
-        label = f"{name} ({summary['units'][name]})"
-        line = f"{label:<18}"
-        for kind in FORECASTS.values():
-            value = summary.get(kind, {}).get(name)
-            text = "-" if value is None else format(value, ".3f")
-            line += f"{text:>14}"
-        lines.append(line)
-    return "\n".join(lines)
 
 
 def print_result(summary: dict[str, Any], scores: str, config: Config) -> None:

@@ -8,15 +8,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from distributed.parallel_model import ParallelModel, transform_forward
-from training.averaged_weights import AveragedWeights
-from training.cuda_graphs import CapturedStep
-from training.determinism import unrepeatable_as_usage_error
-from training.ensemble import training_noise
-from training.loss_scaler import OwnScaler
-from training.optimizer import learning_rate, set_learning_rate
-from training.random_streams import RandomStreams
-from training.recomputation import copied_buffers, with_buffers
-from training.spans import span
+from training.forecasting.ensemble import training_noise
+from training.step.averaged_weights import AveragedWeights
+from training.step.cuda_graphs import CapturedStep
+from training.step.determinism import unrepeatable_as_usage_error
+from training.step.loss_scaler import OwnScaler
+from training.step.optimizer import learning_rate, set_learning_rate
+from training.step.random_streams import RandomStreams
+from training.step.recomputation import copied_buffers, with_buffers
+from training.step.spans import span
 from training.tasks import Task
 from utils import comm
 from utils.choices import choose
@@ -69,7 +69,7 @@ class TrainingStep:
         scales = config.amp_mode == "fp16"
         averaged_over = comm.get_size("grad_reduce")
         if self.model_parallel:  # ranks with different parameters must agree whether a step has overflowed
-            from training.shared_scaler import SharedScaler  # slow to import
+            from training.step.shared_scaler import SharedScaler  # slow to import
 
             self.scaler: OwnScaler | SharedScaler = SharedScaler(device.type, scales, averaged_over)
         else:

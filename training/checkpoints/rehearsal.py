@@ -16,8 +16,8 @@ from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorage
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from training.checkpoint_files import SUFFIX, write_shards
-from training.checkpoint_writer import ShardWriter, shards_of
+from training.checkpoints.files import SUFFIX, write_shards
+from training.checkpoints.writer import ShardWriter, shards_of
 from utils.errors import UsageError, first_line
 
 

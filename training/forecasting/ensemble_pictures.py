@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from training.pictures import FIELD, draw_map
+from training.forecasting.pictures import FIELD, draw_map
 from weather.fields.grid import Grid
 
 

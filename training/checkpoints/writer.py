@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from training.checkpoint_files import SUFFIX, write_shards
+from training.checkpoints.files import SUFFIX, write_shards
 
 
 class ShardWriter(StorageWriter):

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from training.flops import PASSES, peak_flops_per_sec
-from training.optimizer import learning_rate
-from training.step import StepOutput, TrainingStep
-from training.timing import PHASES, WARMUP_ITERATIONS, Clock, PhaseTimes
+from training.models.flops import PASSES, peak_flops_per_sec
+from training.run.timing import PHASES, WARMUP_ITERATIONS, Clock, PhaseTimes
+from training.step.optimizer import learning_rate
+from training.step.step import StepOutput, TrainingStep
 from utils import comm
 from utils.device import peak_memory_bytes, synchronize
 from utils.rank_failure import recorded_collectives
