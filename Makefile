@@ -26,7 +26,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PY := $(BIN)/python
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-WORKERS ?= 3# processes that share out the files of tests, each with about 4 GB; 0: none, for a debugger
+# Processes that share out the files of tests, each with about 4 GB; 0: none, which starts sooner.
+WORKERS ?= $(if $(filter 1,$(words $(FILES))),0,3)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 COVERAGE ?= --cov --cov-report=term# in this order: a bare --cov would take the next word, a file, for what to count
 

@@ -20,12 +20,13 @@ from utils.device import select_device
     ("words", "command"),
     [
         (["test"], '-n 3 --dist loadfile -m "not slow"'),
-        (["test", "FILES=tests/test_vit.py"], '-n 3 --dist loadfile -m "not slow" tests/test_vit.py'),
+        (["test", "FILES=tests/test_vit.py"], '-n 0 --dist loadfile -m "not slow" tests/test_vit.py'),
+        (["test", "FILES=a.py b.py"], '-n 3 --dist loadfile -m "not slow" a.py b.py'),
         (["test", "PYTEST_ARGS=-k name", "WORKERS=0"], '-n 0 --dist loadfile -m "not slow" -k name'),
         (["test-all"], "-n 3 --dist loadfile --cov --cov-report=term"),
         (["test-all", "COVERAGE="], "-n 3 --dist loadfile"),
-        (["test-all", "FILES=a.py", "PYTEST_ARGS=-x"], "-n 3 --dist loadfile --cov --cov-report=term -x a.py"),
-        (["test-all", "FILES=a.py"], "-n 3 --dist loadfile --cov --cov-report=term a.py"),
+        (["test-all", "FILES=a.py", "PYTEST_ARGS=-x"], "-n 0 --dist loadfile --cov --cov-report=term -x a.py"),
+        (["test-all", "FILES=a.py"], "-n 0 --dist loadfile --cov --cov-report=term a.py"),
     ],
 )
 def test_make_passes_files_and_arguments_on(words, command):
