@@ -16,6 +16,7 @@ from distributed.shard.axes import Axes, Axis, has_order
 from distributed.shard.spec import Spec, cut_over
 from distributed.shard.tensor import ShardTensor, local, wrap
 
+MOST_PLANS = 64  # of a tensor of indices or an Order; each is as large as its rows
 Rows = list[np.ndarray]  # numbers of the rows that each rank of a group holds, or wants
 
 
@@ -45,9 +46,12 @@ class Order:
 
 
 def kept(plans: dict[tuple, Any], key: tuple, make: Callable[[], Any]) -> Any:
-    """What make() plans, kept in a table."""
+    """What make() plans, kept in a table, which begins anew when it is full."""
     if key not in plans:
-        plans[key] = make()
+        plan = make()
+        if len(plans) >= MOST_PLANS:
+            plans.clear()
+        plans[key] = plan
     return plans[key]
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from distributed.shard.axes import unsplit_axes
 from distributed.shard.operands import (
+    gradient_spec,
     redistribute,
     sum_partial,
     to_spec,
@@ -95,6 +96,7 @@ def restore_sharding(y: ShardTensor, before: Spec) -> ShardTensor:
 
     A dimension that is as long as before gets the same sizes on the ranks; one of another length is cut evenly.
     """
+    before = gradient_spec(before)  # y is no sum, whatever it was computed of
     # Nothing has moved.
     if y.spec.placements == before.placements:
         return y

@@ -52,14 +52,17 @@ IN_ANY_ORDER: set[Callable] = set()  # functions whose rules treat all rows alik
 
 
 def owner_order(x: Spec, dim: int, index: Index) -> Order:
-    """The Order in which each rank has the places of the index whose rows it holds."""
+    """The Order in which each rank has the places of the index whose rows it holds: of several rows, the first."""
 
     def make() -> Order:
         held, group = held_rows(x, dim)
         owner = np.empty(x.shape[dim], np.int64)
         for rank, rows in enumerate(held):
             owner[rows] = rank
-        return Order(owner[index.rows(x.shape[dim])], group.size, x.dims[dim])
+        numbers = index.rows(x.shape[dim])
+        of_each = numbers[:1].size or 1
+        first = numbers.reshape(len(numbers), of_each)[:, 0]
+        return Order(owner[first], group.size, x.dims[dim])
 
     return kept(index.plans, (x.dims[dim], x.mesh.groups), make)
 
@@ -67,14 +70,15 @@ def owner_order(x: Spec, dim: int, index: Index) -> Order:
 def find_rows(x: ShardTensor, dim: int, tensor: Tensor) -> ShardTensor | None:
     """Rows of x (..., N, ...) by constant indices (E, ...) of its split dimension -> (..., E, ..., ...), or None.
 
-    Indices (N, ...) find rows for each node, which stay where it is: the rows of the border are fetched. Those of
-    another length are edges, which each rank has where it holds their node. Raises IndexError for numbers of no rows.
+    Indices (N, ...) find rows for each node, which stay where it is. Those of another length are edges, or triangles,
+    which each rank has where it holds their first node. Rows of the border are fetched. Raises IndexError for numbers
+    of no rows.
     """
     index = constant(tensor)
     spec = x.spec
-    is_table = tensor.shape[:1] == spec.shape[dim : dim + 1]
-    if index is None or spec.has_order or spec.partial or not (is_table or tensor.dim() == 1):
+    if index is None or spec.has_order or 0 in tensor.shape[1:]:
         return None
+    is_of_nodes = len(tensor) == spec.shape[dim]
     part = local(x)
 
     def make() -> tuple[Exchange, Group, Spec]:
@@ -82,7 +86,7 @@ def find_rows(x: ShardTensor, dim: int, tensor: Tensor) -> ShardTensor | None:
         held, group = held_rows(spec, dim)
         places = held
         axes = spec.dims[dim]
-        if not is_table:
+        if not is_of_nodes:
             order = owner_order(spec, dim, index)
             places = order.rows
             axes = ordered_axes(order, spec, axes)

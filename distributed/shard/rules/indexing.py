@@ -51,7 +51,9 @@ def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
     items = index_items(func, x, index)
     of_dims = [item for item in items if item is not None]
     indexed_by_tensors = [dim for dim, item in enumerate(of_dims) if isinstance(item, Tensor)]
-    if len(indexed_by_tensors) == 1 and x.spec.is_split(indexed_by_tensors[0]):
+    given = index if isinstance(index, tuple) else (index,)
+    may_be_constant = not any(isinstance(item, ShardTensor) for item in given)
+    if may_be_constant and len(indexed_by_tensors) == 1 and x.spec.is_split(indexed_by_tensors[0]):
         (dim,) = indexed_by_tensors
         takes_all = all(item == slice(None) for d, item in enumerate(items) if d != dim)
         x = sum_partial(x)

@@ -15,7 +15,6 @@ from distributed.shard.constants import row_numbers
 from distributed.shard.operands import (
     check_writable,
     global_shape,
-    gradient_spec,
     local_operand,
     redistribute,
     sum_partial,
@@ -144,7 +143,7 @@ def scatter(
     own_index = part(index)
     own_source = part(source)
     out = func(target, dim, own_index, own_source, *args, **kwargs)
-    return check_writable(like) if in_place else restore_sharding(wrap(out, spec), gradient_spec(like.spec))
+    return check_writable(like) if in_place else restore_sharding(wrap(out, spec), like.spec)
 
 
 @rule(*named("bucketize", "isin"))
