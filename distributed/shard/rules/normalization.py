@@ -42,8 +42,7 @@ def of_channels(weight: MaybeTensor, x: Tensor) -> MaybeTensor:
     """A weight of each channel (C,) in a shape that broadcasts against x (B, C, ...); None stays None."""
     if weight is None:
         return None
-    ones_behind = (1,) * (x.dim() - 2)
-    shape: Sequence[int] = (-1, *ones_behind)
+    shape: list[int] = [-1] + [1] * (x.dim() - 2)
     return on_shard_tensors(_view, weight, shape)
 
 
