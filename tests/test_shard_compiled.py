@@ -16,8 +16,10 @@ from distributed.shard_tensor import part_of, wrap
 from tests.support.compiled_parity import check_compiled
 from tests.support.marks import needs_torch
 from tests.support.shard_parity import Case, X, domain_mesh, draw
+from tests.test_shard_names import SUGAR
 from tests.test_shard_norms import NORMS
 from tests.test_shard_rules import COMPOSED, STRIDED, table_of
+from tests.test_shard_weights import IMAGE, weights_of
 
 pytestmark = needs_torch((2, 13), "cannot trace the rules of ShardTensor")
 ROWS = X((3, 7, 4), (1,), {0: (5, 2)})
@@ -144,6 +146,8 @@ def tables(backend, first, count):
     """A share of all expressions, by one layout."""
     cases = table_of(2, [(ROWS, ROWS)])
     cases += [Case(code, (X((2, 6, 5, 4), (2,)),), weights) for code, weights in NORMS.items()]
+    cases += [Case(code, (ROWS, ROWS), ((4, 4),), (), torch.float64) for code in SUGAR]
+    cases += weights_of(IMAGE, ["a sum over the ranks"])
     known = [case for case in cases if case.function in REFUSED]
     others = [case for case in cases if case.function not in REFUSED]
     alone = [refused for case in known[first::count] for refused in check_compiled([case], backend)]
