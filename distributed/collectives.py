@@ -76,7 +76,7 @@ def shard(full: Tensor, dim: int, rank: int, size: int) -> Tensor:
     return full.narrow(dim, start, sizes[rank])
 
 
-def concatenated(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+def concatenated(parts: list[Tensor], dim: int = 0) -> Tensor:
     """torch.cat, whose backward pass goes on from parts without elements, too: other ranks may wait there.
 
     Of an empty vector the derivative of torch.cat is a constant. A compiler computes what depends on a constant, such

@@ -16,8 +16,11 @@ from distributed.shard_tensor import part_of, wrap
 from tests.support.compiled_parity import check_compiled
 from tests.support.marks import needs_torch
 from tests.support.shard_parity import Case, X, domain_mesh, draw
+from tests.test_shard_names import SUGAR
 from tests.test_shard_norms import NORMS
 from tests.test_shard_rules import COMPOSED, STRIDED, table_of
+from tests.test_shard_weights import IMAGE, weights_of
+from tests.test_shard_windows import token_cases
 
 pytestmark = needs_torch((2, 13), "cannot trace the rules of ShardTensor")
 ROWS = X((3, 7, 4), (1,), {0: (5, 2)})
@@ -144,18 +147,22 @@ def tables(backend, first, count):
     """A share of all expressions, by one layout."""
     cases = table_of(2, [(ROWS, ROWS)])
     cases += [Case(code, (X((2, 6, 5, 4), (2,)),), weights) for code, weights in NORMS.items()]
+    cases += [Case(code, (ROWS, ROWS), ((4, 4),), (), torch.float64) for code in SUGAR]
+    cases += [*weights_of(IMAGE, ["a sum over the ranks"]), *token_cases(2)]
     known = [case for case in cases if case.function in REFUSED]
     others = [case for case in cases if case.function not in REFUSED]
     alone = [refused for case in known[first::count] for refused in check_compiled([case], backend)]
     return set(alone), check_compiled(others[first::count], backend)
 
 
-SHARES = [*(("eager", first) for first in range(4)), ("aot_eager", 0)]
+COUNT = 6
+SHARES = [*(("eager", first) for first in range(COUNT)), ("aot_eager", 0)]
 
 
 @pytest.mark.slow("every expression of the table of rules in a graph")
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("backend", "first"), SHARES)
 def test_all_rules_compile_or_are_refused(ranks, backend, first):
-    for refused, others in ranks(2, tables, backend, first, 4, timeout=900):
+    for refused, others in ranks(2, tables, backend, first, COUNT, timeout=900):
         assert refused <= REFUSED and others == {}

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from tests.support.marks import slow_but
-from tests.support.shard_parity import Case, X, check_all
+from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, split
 
 WEIGHTS = {  # made of x (2, 4, 9, 8) and y plain (4, 120): numbers (120,)
     "a sum over the ranks": "(x.mean((0, 2, 3)) @ y)",
@@ -48,6 +49,8 @@ TAKING = [  # functions with a weight or a bias, which W stands for
     "x.addcmul(W[:8], W[8:16])", "x.lerp(W[:8], W[8:16])", "x.clamp(min=W[:8])", "torch.where(x > 0, W[:8], x)",
     "(x * 1).mul_(W[:8]).add_(W[:4, None, None])", "torch.cdist(x[0], W[:16].view(2, 8).expand(4, 2, 8))",
     "F.grid_sample(x, W[:24].view(1, 3, 4, 2).expand(2, 3, 4, 2).tanh(), align_corners=False)",
+    "torch.quantile(x, W.detach()[:2].sigmoid(), 3)",
+    "torch.gradient(x, spacing=(W[:8].detach().sort().values,), dim=3)[0]",
     "torch.bucketize(x, W[:8].detach().sort().values)",
     "torch.cat([x, W[:32].view(1, 4, 1, 8).expand(2, 4, 1, 8)], 2)", "torch.outer(x[0, 0, :, 0], W[:4])",
     "torch.linalg.cross(x[..., :3], W[:3].expand(2, 4, 9, 3))",
@@ -55,16 +58,31 @@ TAKING = [  # functions with a weight or a bias, which W stands for
 ]  # fmt: skip
 
 
-def weights_of_an_image(world):
-    images = [X((2, 4, 9, 8), (2,), {0: {2: (6, 3), 3: (5, 0, 4)}[world]})]
-    if world == 2:
-        images.append(X((2, 4, 9, 8)))  # every rank has the image
-    for made in WEIGHTS.values():
+IMAGE = X((2, 4, 9, 8), (2,), {0: (6, 3)})
+
+
+def weights_of(image, kinds=tuple(WEIGHTS)):
+    """Every function with weights of some kinds, computed from an image."""
+    for kind in kinds:
         for code in TAKING:
-            for image in images:
-                yield Case(code.replace("W", made), (image,), ((4, 120),), (), torch.float64)
+            yield Case(code.replace("W", WEIGHTS[kind]), (image,), ((4, 120),), (), torch.float64)
 
 
 @pytest.mark.parametrize("world", slow_but([3], [2, 3], "another number of ranks, one of them without rows"))
 def test_weights_that_are_computed_from_the_image_are_summed_and_so_are_their_gradients(ranks, world):
-    ranks(world, check_all, list(weights_of_an_image(world)))
+    images = {
+        2: [IMAGE, X((2, 4, 9, 8))],
+        3: [X((2, 4, 9, 8), (2,), {0: (5, 0, 4)})],
+    }  # the second is whole on each rank
+    ranks(world, check_all, [case for image in images[world] for case in weights_of(image)])
+
+
+def changed_statistics():
+    """Running statistics of which a rank has a term alone cannot be moved."""
+    x = split(draw(IMAGE.shape, torch.float64, 0), IMAGE, domain_mesh())
+    with pytest.raises(NotImplementedError, match="running statistics that a norm changes must be whole"):
+        F.batch_norm(x, x.detach().mean((0, 2, 3)), x.detach().var((0, 2, 3)), training=True)
+
+
+def test_running_statistics_that_are_a_sum_over_the_ranks_are_refused(ranks):
+    ranks(2, changed_statistics)

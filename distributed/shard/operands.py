@@ -67,8 +67,9 @@ def whole_weight(x: MaybeTensor, spec: Spec) -> MaybeTensor:
     """
     if isinstance(x, ShardTensor):
         return sum_grad_over_replicas(replicate(x), spec)
-    is_copied = isinstance(x, torch.Tensor) and spec.copies > 1
-    return divide_gradient(x, spec.copies) if is_copied and x.requires_grad else x
+    if isinstance(x, torch.Tensor) and spec.copies > 1 and x.requires_grad:
+        return divide_gradient(x, spec.copies)
+    return x
 
 
 def as_replicated(x: Tensor, spec: Spec) -> ShardTensor:

@@ -19,6 +19,7 @@ from distributed.shard.operands import (
     redistribute,
     sum_partial,
     to_spec,
+    whole_weight,
 )
 from distributed.shard.redistribute import sizes_of
 from distributed.shard.rules.reductions import Dims, dims_of, drop_dims
@@ -205,6 +206,7 @@ def quantile(
     **kwargs: Any,
 ) -> ShardTensor:
     """One quantile, or several as a new first dimension."""
+    q = whole_weight(q, input.spec)
     has_several = isinstance(q, Tensor) and q.dim() > 0
     if has_several:
         quantiles = [along(func, input, each, *args, **kwargs) for each in q.unbind()]
@@ -229,7 +231,7 @@ def gradient(
     slopes = []
     for d, step in zip(dims, steps, strict=True):
         if isinstance(step, Tensor):  # the coordinates of the rows
-            step = (step,)
+            step = (whole_weight(step, input.spec),)
         central = partial(torch.gradient, spacing=step, dim=d, edge_order=edge_order)
         slopes += on_whole(input, (d,), central)
     return slopes

@@ -13,6 +13,7 @@ from distributed.shard.rules.reductions import autocast_dtype, dims_of
 from distributed.shard.tensor import (
     NEVER_SPLIT,
     MaybeTensor,
+    NoRule,
     ShardTensor,
     dispatch,
     local,
@@ -42,8 +43,8 @@ def of_channels(weight: MaybeTensor, x: Tensor) -> MaybeTensor:
     """A weight of each channel (C,) in a shape that broadcasts against x (B, C, ...); None stays None."""
     if weight is None:
         return None
-    ones_behind = [1] * (x.dim() - 2)
-    return on_shard_tensors(_view, weight, (-1, *ones_behind))
+    shape: list[int] = [-1] + [1] * (x.dim() - 2)
+    return on_shard_tensors(_view, weight, shape)
 
 
 def _view(x, shape):
@@ -208,6 +209,8 @@ def update(
         both = dispatch(torch.stack, new)  # one gather for both
         new = local(replicate(both))  # (2, ...)
     for running, value in zip((running_mean, running_var), new, strict=True):
+        if isinstance(running, ShardTensor) and (running.spec.partial or running.spec.split_dims):
+            raise NoRule("ShardTensor: running statistics that a norm changes must be whole: give their full_tensor()")
         if running is not None:
             value = value.flatten().to(running.dtype)  # (C,)
             running.mul_(1 - momentum).add_(value, alpha=momentum)
