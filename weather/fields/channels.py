@@ -4,6 +4,7 @@ The 20 channels of FourCastNet (Pathak et al. 2022, arXiv:2202.11214) are those 
 ERA5's units. weather/era5.yaml has the quantities.
 """
 
+import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -161,6 +162,7 @@ def value_range(quantity: str, level: float | None) -> tuple[float, float]:
     return float(lowest), float(highest)
 
 
+@functools.lru_cache(maxsize=1024)  # hundreds of files have the same names
 def meaning_of(name: str) -> Meaning | None:
     """The Meaning of a name in any capitals, None for an unknown one.
 

@@ -10,7 +10,7 @@ import numpy as np
 import xarray
 
 from utils.errors import UsageError, reading
-from weather.fields.grid import Grid, check_degrees, latitudes, longitudes
+from weather.fields.grid import Grid, check_degrees, check_monotonic, check_neighbours, latitudes, longitudes
 from weather.fields.packing import check_unpacked
 from weather.fields.stored_arrays import StoredArrays, find_names, text_attribute
 
@@ -149,7 +149,7 @@ def _read(file: StoredArrays, name: str, axis: Axis) -> np.ndarray:
     values = _one_of_each(stored, axis, where) if is_mesh else stored
     check_degrees(values, units, axis.name, where)
     if axis is LATITUDE:
-        _check_monotonic(values, where)
+        check_monotonic(values, where)
     else:
         _check_distinct(values, where)
     return values
@@ -166,23 +166,9 @@ def _one_of_each(mesh: np.ndarray, axis: Axis, where: str) -> np.ndarray:
     return values
 
 
-def _check_monotonic(latitude: np.ndarray, where: str) -> None:
-    """Raise UsageError where latitudes neither increase nor decrease from row to row."""
-    _check_neighbours(latitude, LATITUDE, where)
-    # Every step goes the way of the first one.
-    is_northward = np.diff(latitude) > 0
-    turns = np.flatnonzero(is_northward != is_northward[:1])
-    if len(turns):
-        row = int(turns[0])
-        raise UsageError(
-            f"{where} turns back from {latitude[row]:g} in row {row} to {latitude[row + 1]:g}: sort the rows, with "
-            "their fields, from north to south or from south to north"
-        )
-
-
 def _check_distinct(longitude: np.ndarray, where: str) -> None:
     """Raise UsageError where two columns have one longitude."""
-    _check_neighbours(longitude, LONGITUDE, where)
+    check_neighbours(longitude, LONGITUDE.place, where)
     # Columns may begin anywhere, so neighbours in value are looked for.
     order = np.argsort(longitude, stable=True)
     same = np.flatnonzero(np.diff(longitude[order]) == 0)
@@ -190,19 +176,6 @@ def _check_distinct(longitude: np.ndarray, where: str) -> None:
         column = order[same[0]]
         other = order[same[0] + 1]
         raise UsageError(f"{where} is {longitude[column]:g} in columns {column} and {other}: keep one of them")
-
-
-def _check_neighbours(values: np.ndarray, axis: Axis, where: str) -> None:
-    """Raise UsageError where a row, or column, has the coordinate of the one before."""
-    same = np.flatnonzero(np.diff(values) == 0)
-    if not len(same):
-        return
-    first = int(same[0])
-    value = values[first]
-    # An array that was never written holds one value.
-    if np.ptp(values) == 0:
-        raise UsageError(f"{where} is {value:g} in every {axis.place}: was it never written?")
-    raise UsageError(f"{where} is {value:g} in {axis.place}s {first} and {first + 1}: was it written to the end?")
 
 
 def check_dimensions(names: list[str], where: str) -> None:

@@ -9,6 +9,8 @@ import re
 from typing import Literal
 
 import numpy as np
+import xarray
+from xarray.conventions import decode_cf_variable
 
 from utils.errors import UsageError, first_line
 
@@ -160,11 +162,9 @@ def _dates_of_numbers(
 
 def _dates_by_cf(numbers: np.ndarray, units: str, calendar: str, where: str) -> np.ndarray:
     """The dates, (T,) datetime64[us], of numbers (T,) in units of the CF conventions. Raises UsageError."""
-    import xarray  # slow to import
-
-    encoded = xarray.Dataset({"time": ("time", numbers, {"units": units, "calendar": calendar})})
+    encoded = xarray.Variable("time", numbers, {"units": units, "calendar": calendar})
     try:
-        dates = xarray.decode_cf(encoded)["time"].values
+        dates = decode_cf_variable("time", encoded).values
     except Exception as error:  # of xarray, cftime and pandas, for dates that they do not have
         cause = first_line(error)
         raise UsageError(

@@ -84,11 +84,6 @@ def check_degrees(values: np.ndarray, units: str, axis: str, where: str) -> None
         )
 
 
-def is_monotonic(steps: np.ndarray) -> bool:
-    """Tell whether all steps go one way, and none is 0 or NaN."""
-    return bool((steps > 0).all() or (steps < 0).all())
-
-
 def check_global(latitude: np.ndarray, longitude: np.ndarray, address: str) -> None:
     """Raise UsageError for points that are not of the whole globe, in equal steps of longitude."""
     width = len(longitude)
@@ -103,11 +98,38 @@ def check_global(latitude: np.ndarray, longitude: np.ndarray, address: str) -> N
         raise UsageError(f"{address}: its {width} longitudes do not go once around the globe in equal steps{REGION}")
     # Some grids leave the poles out, by at most a step.
     steps = np.diff(latitude)
-    goes_on = len(steps) > 0 and is_monotonic(steps)
+    is_monotonic = (steps > 0).all() or (steps < 0).all()  # nor is it, where one is NaN
     reach = np.ptp(latitude) + 2 * np.abs(steps).max(initial=0)
-    is_from_pole_to_pole = goes_on and reach >= 180
+    is_from_pole_to_pole = is_monotonic and reach >= 180
     if not is_from_pole_to_pole or abs(latitude).max() > 90:
         raise UsageError(f"{address}: its {len(latitude)} latitudes do not go from pole to pole{REGION}")
+
+
+def check_monotonic(latitude: np.ndarray, where: str) -> None:
+    """Raise UsageError where latitudes neither increase nor decrease from row to row."""
+    check_neighbours(latitude, "row", where)
+    # Every step goes the way of the first one.
+    is_northward = np.diff(latitude) > 0
+    turns = np.flatnonzero(is_northward != is_northward[:1])
+    if len(turns):
+        row = int(turns[0])
+        raise UsageError(
+            f"{where} turns back from {latitude[row]:g} in row {row} to {latitude[row + 1]:g}: sort the rows, with "
+            "their fields, from north to south or from south to north"
+        )
+
+
+def check_neighbours(values: np.ndarray, place: str, where: str) -> None:
+    """Raise UsageError where a place, row or column, has the coordinate of the one before."""
+    same = np.flatnonzero(np.diff(values) == 0)
+    if not len(same):
+        return
+    first = int(same[0])
+    value = values[first]
+    # An array that was never written holds one value.
+    if np.ptp(values) == 0:
+        raise UsageError(f"{where} is {value:g} in every {place}: was it never written?")
+    raise UsageError(f"{where} is {value:g} in {place}s {first} and {first + 1}: was it written to the end?")
 
 
 def check_latitudes(latitude: np.ndarray, units: str, where: str) -> None:
@@ -122,12 +144,9 @@ def check_latitudes(latitude: np.ndarray, units: str, where: str) -> None:
     if abs(latitude).max() > 90:
         worst = latitude[abs(latitude).argmax()]
         raise UsageError(f"{where} is {worst:g}: give degrees, -90 to 90")
-    # NaN was refused above, so every step has a sign.
-    steps = np.diff(latitude)
-    if not is_monotonic(steps):
-        raise UsageError(f"{where} neither increases nor decreases from row to row: sort it (xarray: sortby)")
+    check_monotonic(latitude, where)
     # A row that was left out makes one step much longer than its neighbours.
-    sizes = np.abs(steps)
+    sizes = np.abs(np.diff(latitude))
     growth = np.maximum(sizes[1:] / sizes[:-1], sizes[:-1] / sizes[1:])
     if len(growth) and growth.max() > MOST_GROWTH:
         row = int(growth.argmax()) + 1

@@ -324,8 +324,8 @@ def _variable(files: FileManager, name: str, dataset: h5py.Dataset) -> xarray.Va
     # Reading all attributes would take longer than all else.
     attributes = {}
     for key in ATTRIBUTES:
-        value = dataset.attrs.get(key)
-        if value is not None and not isinstance(value, h5py.Empty):
+        value = dataset.attrs[key] if key in dataset.attrs else h5py.Empty("f4")  # get() is slow for what is not there
+        if not isinstance(value, h5py.Empty):
             attributes[key] = _plain(value)
     # A chunk is decompressed as a whole, so readers want to know its size.
     chunks = dict(zip(dimensions, dataset.chunks or (), strict=False))
@@ -334,7 +334,7 @@ def _variable(files: FileManager, name: str, dataset: h5py.Dataset) -> xarray.Va
 
 
 def _dimension_names(name: str, dataset: h5py.Dataset) -> list[str]:
-    """The name of each dimension: `name` of a scale, else its label, else that of its scale, else 'dim0', 'dim1'."""
+    """The name of each dimension: `name` of a scale, else that of its scale, else its label, else 'dim0', 'dim1'."""
     # A coordinate is a dimension scale, which has the name of its dimension.
     is_scale = dataset.attrs.get("CLASS", b"") == b"DIMENSION_SCALE"
     if is_scale and dataset.ndim == 1:
@@ -343,16 +343,14 @@ def _dimension_names(name: str, dataset: h5py.Dataset) -> list[str]:
 
 
 def _dimension_name(dimension: Any) -> str:
-    """Its label, or the name of the scale that is attached to it; "" where there is none."""
-    if dimension.label:
-        return str(dimension.label)
+    """The name of the scale that is attached to it, else its label; "" where there is none."""
     try:
         scale = dimension[0] if len(dimension) else None
     except (RuntimeError, ValueError):  # a reference that leads nowhere
-        return ""
+        scale = None
     # Where a scale was deleted, the reference may lead to a newer array in its place.
     if scale is None or not scale.is_scale:
-        return ""
+        return str(dimension.label)
     # The scale may lie in a group above: its own name is the last part of its path.
     return PurePosixPath(scale.name or "").name
 
