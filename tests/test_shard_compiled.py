@@ -48,6 +48,7 @@ REFUSED = {
     "layer(transformer(), x.transpose(0, 1), mask=causal(7))",
     "layer(mha(), x, x, x, key_padding_mask=torch.arange(21).view(3, 7) % 7 > 4, need_weights=False)[0]",
     *(code for code in COMPOSED if "recurrent(" in code),
+    *(case.function for case in weights_of(IMAGE, ["a sum over the ranks"]) if "gaussian" in case.function),
 }  # fmt: skip
 
 
