@@ -15,7 +15,7 @@ from torch import nn
 from networks import MODELS
 from utils.errors import UsageError, first_line, nearest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # Folders whose code calls a model, or is called by it.
 LOOKING_ON = (
     str(Path(torch.__file__).parent),

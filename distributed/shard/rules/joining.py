@@ -64,9 +64,11 @@ def plan_of_join(
     if fits is None:
         return None
 
+    join = concatenated if len(joined.shape) == 1 else torch.cat
+
     def compute(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         parts = [fit(x) for fit, x in zip(fits, tensors, strict=True)]
-        return concatenated(parts, dim)
+        return join(parts, dim)
 
     return Plan(compute, joined)
 
