@@ -24,3 +24,21 @@ def test_help_and_a_refusal_import_no_sharding(word, end):
     program = PROGRAM.format(word=word, modules=MODULES)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-2:] == [end, "[]"]
+
+
+def test_help_of_other_programs_imports_neither_sharding_nor_the_compiler():
+    """train_shard.py alone needs them at once."""
+    program = """
+import importlib
+import sys
+for name in ("train_mp", "forecast", "plan", "benchmark"):
+    try:
+        importlib.import_module(name).main(["--help"])
+    except SystemExit as end:
+        assert not end.code
+print([name for name in {modules} if name in sys.modules])
+"""
+    modules = [*MODULES, "torch._dynamo"]
+    words = [sys.executable, "-c", program.replace("{modules}", str(modules))]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from distributed.data_parallel import DataParallelOptions, data_parallel
-from distributed.domain_parallel import DomainOptions, split_images
 from distributed.model_parallel import ModelParallelOptions, split_model
 from distributed.parallel_model import ParallelModel
 from distributed.split import Split
@@ -57,6 +56,8 @@ def split_as_configured(model: nn.Module, config: Config, where: str = "") -> Sp
     """Split a model, or its images, over the ranks of the mesh. Raises UsageError as split_model and split_images."""
     where = where or config.config
     if comm.get_size("domain") > 1:
+        from distributed.domain_parallel import DomainOptions, split_images  # slow to import
+
         domain_options = replace(config.options(DomainOptions), config=where)
         return split_images(model, domain_options)
     options = replace(config.options(ModelParallelOptions), config=where)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from distributed.shard.rules.attention import set_attention_method
 from tools.instruments.clock import timed
 from tools.instruments.pool import Process
 from tools.instruments.team import Case, use_mesh
@@ -70,6 +69,8 @@ class RankCase:
 
     def take_turn(self) -> None:
         """Make its groups, and its method of attention over split images, those of this process."""
+        from distributed.shard.rules.attention import set_attention_method  # slow to import
+
         use_mesh(self.rank, self.case.layout)
         set_attention_method(self.case.config.domain_method)
 
