@@ -35,8 +35,10 @@ if TYPE_CHECKING:
 
 RULES: dict[Callable, Callable] = {}
 LIBRARIES: list[Callable[[], None]] = []  # each lets the functions of a library go by rules: see find_libraries
-# {name: (rule, function inside)} of operators that torch has decorated. torch.compile finds no rule by such a function.
-DECORATED: dict[str, tuple[Callable, Callable]] = {}
+# {name: (rule, function inside, function)} of operators that torch has decorated. torch.compile finds no rule by such a
+# function.
+DECORATED: dict[str, tuple[Callable, Callable, Callable]] = {}
+WRAPPER = "wrapped"  # torch's name of what decorates them
 COMPOSED = set[Callable]()  # functions whose rules call other operations on ShardTensors
 made_whole = Counter[str]()  # bytes of results that every rank has whole, by operation: see _count_whole
 NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
@@ -226,7 +228,7 @@ def rule(*functions: Callable) -> Callable[[Rule], Rule]:
                 continue
             inside = getattr(function, "__wrapped__", None)
             if inside is not None:
-                DECORATED[function.__name__] = implementation, inside
+                DECORATED[function.__name__] = implementation, inside, function
             is_python_method = vars(torch.Tensor).get(function.__name__) is function
             if is_python_method:
                 method = _method(implementation, function)
@@ -238,8 +240,16 @@ def rule(*functions: Callable) -> Callable[[Rule], Rule]:
 
 def traced_rule(func: Callable) -> tuple[Callable | None, Callable]:
     """The rule that torch.compile is to trace for a function, and the function that the rule is to call."""
-    decorated = DECORATED.get(getattr(func, "__name__", "")) if isinstance(func, FunctionType) else None
-    return decorated or (RULES.get(func), func)
+    if not isinstance(func, FunctionType):
+        return RULES.get(func), func
+    name = getattr(func, "__name__", "")
+    if name == WRAPPER:  # torch 2.15 tells the tracer this name in place of the method's
+        names = [name for name, (*_, function) in DECORATED.items() if func is function]
+        name = names[0] if names else WRAPPER
+    if name in DECORATED:
+        implementation, inside, _ = DECORATED[name]
+        return implementation, inside
+    return RULES.get(func), func
 
 
 def composed(*functions: Callable) -> Callable[[Rule], Rule]:
