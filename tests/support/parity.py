@@ -4,6 +4,7 @@ from collections import Counter
 from typing import NamedTuple
 
 import torch
+from torch._functorch import compile_utils
 from torch.distributed.device_mesh import init_device_mesh
 
 from distributed.collectives import shard_sizes
@@ -44,6 +45,8 @@ def count_block(
     block, n = model.blocks[0], model.pos_embed.tokens.stop - model.pos_embed.tokens.start
     if compiled:
         torch._dynamo.reset()
+        # Where ShardTensors are used, equal messages of forward and backward pass stay two. Rung 3 has none.
+        compile_utils.rand_ops = [op for op in compile_utils.rand_ops if "c10d" not in str(op)]
         block = torch.compile(block, fullgraph=True)
     if sequence_parallel:
         n = shard_sizes(n, mesh["tp"].size())[mesh["tp"].get_local_rank()]

@@ -8,8 +8,10 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 NAME = "VIT_ERA5_TESTS"  # the variable that names the folder, for pytest's workers and for the programs under test
-# What other programs leave: torchrun that is killed, the compiler's cache, multiprocessing, a browser.
-OF_OTHERS = ("torchelastic_*", "torchinductor_*", "pymp-*", "triton_*", "matplotlib-*", ".org.chromium.*", ".X*")
+# What other programs leave: torchrun that is killed, the compiler's cache, multiprocessing, a browser, W&B when killed.
+OF_OTHERS = (
+    "torchelastic_*", "torchinductor_*", "pymp-*", "triton_*", "matplotlib-*", ".org.chromium.*", ".X*", "*wandb-*",
+)  # fmt: skip
 PATIENCE_SECONDS = 10.0  # for processes that are still ending
 _made: list[str] = []  # by this process, for as long as the session lasts
 
