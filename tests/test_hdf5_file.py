@@ -1,7 +1,9 @@
 """HDF5 files are opened without locks, hold what they promise, and are told from other formats."""
 
+import errno
 import fcntl
 import gzip
+import os
 import re
 from contextlib import contextmanager
 
@@ -58,6 +60,20 @@ def test_a_file_has_its_space_on_the_disk_before_values_are_written(tmp_path):
     assert_reads(tmp_path / "1979.h5")
     sizes = [path.stat().st_size for path in (tmp_path / "1979.h5", write(tmp_path / "other/1979.h5"))]
     assert sizes[0] == sizes[1]
+
+
+def test_a_file_is_made_where_space_cannot_be_reserved(tmp_path, monkeypatch):
+    def refuse(descriptor, offset, size):
+        assert not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_APPEND  # glibc reserves no space of such a file on NFS
+        raise OSError(errno.EINVAL, "not on this file system")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    for system in ("one that cannot", "macOS"):
+        with make_hdf5(tmp_path / "1979.h5", FIELDS.nbytes) as file:
+            file["fields"] = FIELDS
+        assert_reads(tmp_path / "1979.h5")
+        if system != "macOS":
+            monkeypatch.delattr(os, "posix_fallocate")
 
 
 def test_a_virtual_dataset_whose_sources_are_there_is_read(tmp_path):

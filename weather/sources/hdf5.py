@@ -22,7 +22,7 @@ from xarray.backends import BackendArray, CachingFileManager, FileManager
 from xarray.backends.lru_cache import LRUCache
 from xarray.core import indexing
 
-from utils.errors import UsageError
+from utils.errors import FULL_DISK, UsageError
 from weather.sources.file_formats import BEGINNING_BYTES, describe_file
 from weather.sources.source import Selection, Source
 
@@ -84,13 +84,21 @@ def make_hdf5(path: Path | str, size: int) -> h5py.File:
 
 
 def reserve(path: Path | str, size: int) -> None:
-    """Give a file its space on the disk; it is made where it is not there. Raises OSError where there is less."""
-    with open(path, "ab") as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, size)
-        except OSError as error:
+    """Give a file its space on the disk; it is made where it is not there. Raises OSError where there is less.
+
+    Where a system or a file system cannot reserve space, nothing happens.
+    """
+    if not hasattr(os, "posix_fallocate"):  # macOS
+        return
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # a file that is appended to cannot be reserved on NFS
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno in FULL_DISK:
             error.filename = str(path)
             raise
+    finally:
+        os.close(descriptor)
 
 
 def is_hdf5(path: Path | str) -> bool:
