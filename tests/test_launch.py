@@ -21,7 +21,9 @@ from tests.support.marks import slow_but
 from tests.support.programs import finish, run_ranks, start_ranks
 from tests.support.workers import free_port
 from utils import connection, rank_failure
+from utils.errors import UsageError
 from utils.launch import Launch
+from utils.signals import StopRequest
 
 COMMON = {"num_iters": 80, "checkpoint_every": 20, "validate_every": 4, "num_data_workers": 1}
 
@@ -147,6 +149,34 @@ def test_rank_0_stays_until_no_other_rank_looks_into_its_store(monkeypatch):
     assert not ending.is_alive()
     for listener in (first, second):
         listener.stop(10)
+
+
+def test_a_rank_that_ends_is_not_stopped_once_more(monkeypatch, capfd):
+    """torchrun stops all ranks when the first of them has ended: an error was then said twice."""
+
+    def leave(status):
+        raise SystemExit(status)
+
+    def stop_while_it_waits():
+        rank_failure.wait_until(lambda: store.check([rank_failure.KNOWN]), 10)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        store.set(rank_failure.END, "")
+
+    monkeypatch.setattr(rank_failure, "exit_at_once", leave)
+    store = HashStore()
+    store.set(rank_failure.FIRST_FAILURE, "2 rank 0: all have this error")
+    listener = rank_failure.FailureListener(store, rank=1, world_size=2)
+    listener.stop(10)
+    torchrun_stops = threading.Thread(target=stop_while_it_waits)
+    torchrun_stops.start()
+    try:
+        with StopRequest(raises=True), pytest.raises(SystemExit) as ended:
+            listener.end_this_rank(UsageError("all have this error"))
+    except KeyboardInterrupt as stop:
+        pytest.fail(str(stop))
+    torchrun_stops.join()
+    assert ended.value.code == 2 and capfd.readouterr().err == ""
 
 
 def test_a_rank_that_cannot_tell_the_others_says_what_is_wrong_itself(tiny_options):

@@ -12,6 +12,7 @@ collectives into the run's folder, and `python -m tools.hang FOLDER` compares th
 import contextlib
 import json
 import os
+import signal
 import sys
 import sysconfig
 import threading
@@ -32,6 +33,7 @@ from utils.errors import (
     status_of,
 )
 from utils.files import whole_file
+from utils.signals import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -82,6 +84,7 @@ class FailureListener:
         # Every message names the rank that it comes from.
         message = f"rank {self.rank}: {text}"
         self.ending.acquire()
+        _ignore_stop_signals()
         if not expected:
             write_record(message)
         try:
@@ -141,6 +144,13 @@ class FailureListener:
                         self.ending.acquire()
                         self._end_because_of(first)
                     return
+
+
+def _ignore_stop_signals() -> None:
+    """What ends is not stopped once more: torchrun stops every rank as soon as the first has ended."""
+    if threading.current_thread() is threading.main_thread():  # signals interrupt no other
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
