@@ -24,9 +24,8 @@ from distributed.collectives import (
     copy_to_region,
     reduce_from_region,
 )
-from distributed.shard.rules.normal import Normal
-from distributed.shard.rules.normalization import of_channels, update
-from distributed.shard.rules.reductions import autocast_dtype
+from distributed.shard.ops.normalization import Normal, of_channels, update
+from distributed.shard.ops.reductions import autocast_dtype
 from distributed.shard.spec import Shares
 from distributed.shard_tensor import ShardTensor, local, sum_partial, whole_weight, wrap
 

@@ -27,7 +27,7 @@ def context_parallel(model: SplittableTransformer, group: AnyGroup, method: str 
     """Make a transformer, in place, compute this rank's band: (B, C_in, h, W) -> (B, C_out, h, W).
 
     group: a ProcessGroup or a DeviceMesh of one dimension. method: gather, ring or all_to_all, see attention.py.
-    tiles.own_window gives the band's h rows. The names and shapes of parameters do not change. Apply tensor parallelism
+    split.own_window gives the band's h rows. The names and shapes of parameters do not change. Apply tensor parallelism
     after this.
 
     Raises ValueError if there are more ranks than rows of patches, for an unknown method, for dropout of the attention

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed.agreed_layers import LayerWatch
-from distributed.data_parallel_options import (
+from distributed.checks.agreed_layers import LayerWatch
+from distributed.checks.options import (
     DataParallelOptions,
     check_recomputation,
     check_types,
@@ -32,20 +32,20 @@ from distributed.data_parallel_options import (
     naming_gather_dtype,
     why_unused,
 )
+from distributed.checks.ties import keep_ties
+from distributed.checks.usage import Usage
+from distributed.checks.written_weights import WriteWatch, check_writes
 from distributed.parallel_model import ParallelModel
 from distributed.sharded_units import GATHER_DTYPES, share_out
 from distributed.split import Split
-from distributed.ties import keep_ties
-from distributed.usage import Usage
 from distributed.weight_shards import fill_weights
-from distributed.written_weights import WriteWatch, check_writes
 from utils import comm
 from utils.choices import check_known, choose
 from utils.config import SHARDED, STRATEGIES
 from utils.device import device_module, on_capture_stream
 from utils.errors import LayoutError
 from utils.layout import shard_sizes
-from utils.sharded import is_dtensor, is_fsdp_module
+from utils.torch_private import is_dtensor, is_fsdp_module
 
 
 def fully_shard_model(
@@ -163,7 +163,7 @@ def data_parallel(
                 if own_weights:
                     with_weights.append(module)
             check_recomputation(model, with_weights, usage, options)
-        unused = why_unused(trained, usage, options, split)
+        unused = why_unused(trained, usage, options, bool(split.stages))
         if unused:
             notes.append(
                 f"DistributedDataParallel looks for unused weights in every step, since {unused}: "

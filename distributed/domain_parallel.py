@@ -25,25 +25,24 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from distributed.checks.ties import tie_pieces, tied_names
 from distributed.context_parallel import check_attention
 from distributed.protocol import SplittableAttention, points_kept_together
 from distributed.shard.axes import Axes, Axis, merged, unsplit_axes
 from distributed.shard.calls import INSIDE
 from distributed.shard.hacks import with_plain_base
 from distributed.shard.operands import to_spec
+from distributed.shard.ops.attention import set_attention_method
 from distributed.shard.order import in_global_order
-from distributed.shard.rules.attention import set_attention_method
 from distributed.shard.spec import Mesh, Spec, as_mesh
 from distributed.shard.tensor import find_libraries
 from distributed.shard_tensor import ShardTensor, local, part_of, replicate, set_fallback, sum_partial, wrap
 from distributed.sharded_units import GATHER_DTYPES
-from distributed.split import Split
+from distributed.split import Split, image_cuts, per_axis
 from distributed.tensor_parallel import tensor_parallel
-from distributed.ties import tie_pieces, tied_names
 from networks.vit import PerAxis, Transformer
 from utils import comm
 from utils.errors import LayoutError, UsageError, reported_as_usage_error
-from utils.tiles import image_cuts, per_axis
 
 POSITIONS = "pos_embed.weight"  # of a Transformer: one row for each token
 

@@ -6,16 +6,15 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from distributed.checks.ties import tie_pieces, tied_names
 from distributed.context_parallel import context_parallel
 from distributed.pipeline import SCHEDULES, split_into_stages
 from distributed.protocol import SplittableTransformer, check_transformer, points_kept_together
-from distributed.split import Split
+from distributed.split import Split, image_cuts
 from distributed.tensor_parallel import tensor_parallel
-from distributed.ties import tie_pieces, tied_names
 from utils import comm
 from utils.choices import check_known
 from utils.errors import LayoutError, reported_as_usage_error
-from utils.tiles import image_cuts
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from distributed.split import Split
 from distributed.tensor_parallel import reduce_partial_gradients
 from utils import comm
 from utils.errors import UsageError
-from utils.sharded import is_dtensor, is_fsdp_module
+from utils.torch_private import is_dtensor, is_fsdp_module
 
 if TYPE_CHECKING:  # slow to import, and only rung 3 has one
     from distributed.pipeline import Pipeline

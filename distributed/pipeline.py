@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distributed.checks.ties import tied_names
 from distributed.collectives import AnyGroup, as_group
 from distributed.protocol import SplittableTransformer
-from distributed.ties import tied_names
 from utils.errors import LayoutError
 
 SCHEDULES = {  # by name, the class of torch.distributed.pipelining

@@ -2,11 +2,11 @@
 
     from distributed.shard_tensor import ShardTensor
 
-The class is in distributed/shard/tensor.py, and the rules of its operations are in distributed/shard/rules/. Importing
-this module registers all of them.
+The class is in distributed/shard/tensor.py, and the rules of its operations are in distributed/shard/ops/ and
+distributed/shard/extra/. Importing this module registers all of them.
 """
 
-from distributed.shard import guards, rules  # noqa: F401
+from distributed.shard import extra, guards, ops  # noqa: F401
 from distributed.shard.fallback import set_fallback  # noqa: F401
 from distributed.shard.operands import redistribute, replicate, scatter_tensor, sum_partial, whole_weight  # noqa: F401
 from distributed.shard.spec import part_of  # noqa: F401

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from distributed.usage import Usage
+from distributed.checks.usage import Usage
 from utils.choices import choose
 
 GATHER_DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}

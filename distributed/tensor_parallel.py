@@ -31,7 +31,7 @@ from distributed.collectives import (
 from distributed.layers import ColumnParallelLinear, RankRandom, RowParallelLinear, to_compute_dtype
 from distributed.protocol import SplittableAttention, SplittableMLP, check_transformer
 from utils.errors import LayoutError
-from utils.sharded import is_dtensor
+from utils.torch_private import is_dtensor
 
 
 def tensor_parallel(

@@ -17,7 +17,7 @@ from distributed.shard.spec import part_of
 from distributed.shard.tensor import wrap
 from distributed.split import Split
 from utils import comm
-from utils.sharded import is_dtensor
+from utils.torch_private import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import train
-from distributed.usage import AttentionCall, Usage
+from distributed.checks.usage import AttentionCall, Usage
 from training.models.info import inspect_model
 from training.step import attention_kernel
 from training.step.attention_kernel import attention_notes

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from training.tasks import build_task
-from utils import batch_slots, device
+from utils import data_loader, device
 
 CPU = torch.device("cpu")
 
@@ -55,10 +55,10 @@ def test_a_validation_that_is_left_early_does_not_write_into_the_batches_of_trai
 
 def test_the_last_loader_that_is_closed_gives_the_buffers_back(tiny_config, monkeypatch):
     emptied = []
-    monkeypatch.setattr(batch_slots, "empty_host_cache", lambda: emptied.append(True))
+    monkeypatch.setattr(data_loader, "empty_host_cache", lambda: emptied.append(True))
     loader, valid_loader, ring = loaders_of(tiny_config(num_data_workers=2))
     ring.pinned = True
-    monkeypatch.setattr(batch_slots, "Slot", lambda numbers, pinned: FORMER(numbers, pinned=False))
+    monkeypatch.setattr(data_loader, "Slot", lambda numbers, pinned: FORMER(numbers, pinned=False))
     assert not ring.slots  # nothing is allocated before it is used
     copies(loader.train(0, 0, 2))
     kept = [weakref.ref(slot) for slot in ring.slots]
@@ -68,7 +68,7 @@ def test_the_last_loader_that_is_closed_gives_the_buffers_back(tiny_config, monk
     assert not any(slot() for slot in kept) and emptied == [True]
 
 
-FORMER = batch_slots.Slot
+FORMER = data_loader.Slot
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from tests.support.refusals import refusal
 from training.step.optimizer import peak_learning_rate
 from training.tasks import build_task
 from utils import yaml_files
+from utils.command_line import ELSEWHERE
 from utils.config import SPLITS, Config, differing_keys, load_config, read_named_config, write_config
-from utils.elsewhere import ELSEWHERE
 from utils.errors import UsageError, run_main
 from utils.layout import Layout
 from utils.yaml_files import ROOT, yaml

@@ -9,11 +9,11 @@ from torch.nn import functional as F
 
 from distributed import attention, attention_kernels
 from distributed.context_parallel import l2_norms
+from distributed.split import own_window
 from tests.support import parity
 from tests.support.marks import needs_torch
 from utils import comm
 from utils.layout import Layout
-from utils.tiles import own_window
 
 METHODS = ["gather", "ring", "all_to_all"]
 

@@ -22,8 +22,8 @@ from training.run.timing import PhaseTimes
 from training.step.spans import listening, span
 from training.step.step import StepOutput
 from training.tasks import build_task
-from utils import batch_slots, data_loader
-from utils.batch_slots import Slot
+from utils import data_loader
+from utils.data_loader import Slot
 
 STEPS, LOG_EVERY = 40, 10
 GPU = torch.device("cuda")
@@ -39,7 +39,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(module, "synchronize", gpu.synchronize)
     monkeypatch.setattr(timing.time, "perf_counter", gpu.perf_counter)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    monkeypatch.setattr(batch_slots, "Slot", lambda numbers, pinned: Slot(numbers, pinned=False))
+    monkeypatch.setattr(data_loader, "Slot", lambda numbers, pinned: Slot(numbers, pinned=False))
     return gpu
 
 

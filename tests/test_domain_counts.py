@@ -14,6 +14,7 @@ from distributed.data_parallel import DataParallelOptions, data_parallel
 from distributed.domain_parallel import DomainOptions, domain_parallel, shard_parameters, split_images
 from distributed.shard.axes import unsplit_axes
 from distributed.shard_tensor import ShardTensor
+from distributed.split import per_axis
 from networks.vit import ViT
 from tests.dispatch import OPERATIONS, python_calls, tiny_tensors
 from tests.support.layout_parity import CPU, build, own_part, train
@@ -28,7 +29,6 @@ from training.step.step import TrainingStep
 from training.tasks import build_task
 from utils import comm
 from utils.layout import Layout, tile_counts
-from utils.tiles import per_axis
 
 FLOAT = 4  # bytes
 # 9 x 10 patches: rows that no number of ranks divides. 12 heads: all_to_all can split them over 2, 3 and 4 ranks.

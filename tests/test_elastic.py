@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -15,7 +16,7 @@ from tests.support.launch import losses, wait_until
 from tests.support.programs import finish, run, start_ranks
 from tests.support.refusals import refusal
 from tests.support.workers import free_port
-from utils import elastic
+from utils import connection, launch
 from utils.config import load_config
 from utils.connection import agree_on_start
 from utils.errors import NotEnoughRanksError
@@ -40,7 +41,7 @@ def test_as_many_ranks_train_as_share_the_batch_and_micro_batches_stay_small(
 ):
     words = tiny_options(global_batch_size=8, elastic=True, **{"micro_batch_size": 2, **settings})
     config = load_config(words, world_size=world_size)
-    assert elastic.fitting_ranks(config, world_size) == ranks
+    assert launch.fitting_ranks(config, world_size) == ranks
     assert config.gradient_accumulation == count
     assert config.global_batch_size // (ranks * count) <= config.micro_batch_size
 
@@ -48,7 +49,7 @@ def test_as_many_ranks_train_as_share_the_batch_and_micro_batches_stay_small(
 def test_what_the_model_is_split_over_stays(tiny_options):
     words = tiny_options(global_batch_size=8, elastic=True, tensor_parallel=2, micro_batch_size=4)
     config = load_config(words, world_size=7, splits=("tensor_parallel",))
-    assert elastic.fitting_ranks(config, 7) == 4 and config.layout(4).dp == 2
+    assert launch.fitting_ranks(config, 7) == 4 and config.layout(4).dp == 2
     with pytest.raises(NotEnoughRanksError, match="1 ranks are there, and the model is split over 2: repeat"):
         load_config(words, world_size=1, splits=("tensor_parallel",))
 
@@ -88,6 +89,28 @@ def test_ranks_that_wait_end_with_the_others(tiny_options):
     assert sum(text.count("nowhere: no such data folder") for _, text in ended) == 1
 
 
+def test_no_rank_begins_before_those_that_wait_have_come(monkeypatch):
+    """A rank that came when the others had ended looked for their store until --comm_timeout was over."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(connection, "open_store", lambda *_: store.clone())
+    monkeypatch.setattr(connection, "_watched", None)
+    for name, value in {
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 1,
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    first = threading.Thread(target=connection.connect, kwargs={"device_name": "cpu", "ranks": 1})
+    first.start()
+    first.join(0.5)
+    assert first.is_alive()
+    store.set("rank 1", "")
+    first.join(10)
+    assert not first.is_alive()
+
+
 def test_ranks_of_a_new_start_do_not_meet_those_of_before():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     before = agree_on_start(store, Launch(0, 0, 1), 10)
@@ -99,13 +122,13 @@ def test_ranks_of_a_new_start_do_not_meet_those_of_before():
 
 
 def test_the_range_of_nodes_is_read_from_torchrun(monkeypatch):
-    assert not elastic.is_range_of_nodes()
+    assert not launch.is_range_of_nodes()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
-    assert not elastic.is_range_of_nodes()
+    assert not launch.is_range_of_nodes()
     monkeypatch.setenv("PET_NNODES", "3:3")
-    assert not elastic.is_range_of_nodes()
+    assert not launch.is_range_of_nodes()
     monkeypatch.setenv("PET_NNODES", "2:4")
-    assert elastic.is_range_of_nodes()
+    assert launch.is_range_of_nodes()
 
 
 @pytest.mark.slow("agents of torchrun, of which one is killed and another comes")

@@ -22,8 +22,7 @@ from training.run.profiling import build_profiler
 from training.step import random_streams
 from training.tasks import build_task
 from utils import comm, connection, device, launch
-from utils.batch_slots import Slot
-from utils.data_loader import BatchLoader
+from utils.data_loader import BatchLoader, Slot
 from utils.errors import UsageError
 from utils.launch import Launch, interface_towards
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from distributed.usage import Usage
+from distributed.checks.usage import Usage
 from tests.test_gpu_paths import Told
 from training.assembly import build_step, random_batch
 from training.run import notes as run_notes

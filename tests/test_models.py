@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import train_mp
-from distributed.shard.rules import convolution
+from distributed.shard.ops import convolution
 from tests.support.compilation import TRACED
 from tests.support.layout_parity import check_in_double, check_training, train_in_double
 from tests.support.marks import slow_but

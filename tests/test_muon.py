@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distributed.collectives import shard
-from distributed.whole_matrices import share_out_work
 from tests.support.layout_parity import (
     build,
     collectives_of_a_step,
@@ -22,6 +21,7 @@ from tests.support.marks import slow_but
 from tests.support.refusals import refusal
 from training.models.build import build_model
 from training.step.muon import MatrixPart, Muon, orthogonalize
+from training.step.whole_matrices import share_out_work
 from utils import comm
 
 # Widths that no number of ranks here divides evenly, but for the heads and hidden features of tensor parallelism.

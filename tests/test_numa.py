@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from utils import numa
+from utils import device as device_module
 
 GPU = torch.device("cuda", 0)
 NODE = set(range(128))
@@ -17,7 +17,7 @@ def bound(tmp_path, monkeypatch):
     """Call with the CPUs that a process has, and the list of those next to its GPU: those that it has afterwards."""
     properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(numa, "PCI", tmp_path)
+    monkeypatch.setattr(device_module, "PCI", tmp_path)
 
     def run(allowed, near, device=GPU):
         if near is not None:
@@ -26,7 +26,7 @@ def bound(tmp_path, monkeypatch):
         state = {"cpus": set(allowed)}
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: state["cpus"])
         monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: state.update(cpus=cpus))
-        numa.stay_near(device)
+        device_module.stay_near(device)
         return state["cpus"]
 
     return run

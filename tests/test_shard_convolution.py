@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from distributed.collectives import as_group
-from distributed.shard.rules import convolution
-from distributed.shard.rules.convolution import convolve
+from distributed.shard.ops import convolution
+from distributed.shard.ops.convolution import convolve
 from tests.support.shard_parity import X, domain_mesh, draw, split
 from tests.support.spatial_cases import BANDS, check_on_images
 from tools.instruments.counting import CollectiveCounter

@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from distributed.domain_parallel import domain_parallel
+from distributed.shard.extra import natten as natten_rule
 from distributed.shard.fallback import calls
-from distributed.shard.rules import natten as natten_rule
-from distributed.shard.rules import spatial
+from distributed.shard.ops import windows
 from distributed.shard_tensor import ShardTensor, set_fallback
 from tests.support.marks import needs_torch
 from tests.support.natten_stand_in import installed
@@ -101,13 +101,13 @@ def test_the_library_computes_on_the_rows_that_are_seen_and_our_code_on_a_cpu(ra
 
 
 def rows_of_its_own(x, dim, split, new, interval, **options):
-    """As spatial.request, but a rank's region ends at its own rows."""
+    """As windows.request, but a rank's region ends at its own rows."""
     sizes, group = split
 
     def own(first, last):
         return first, last
 
-    return spatial.request(x, dim, (sizes, group), new, own, **options)
+    return windows.request(x, dim, (sizes, group), new, own, **options)
 
 
 def without_halos():

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed.batch_norm import EQUAL, batch_norm
 from distributed.collectives import as_group
-from distributed.shard.rules.moments import moments
+from distributed.shard.ops.moments import moments
 from distributed.shard_tensor import ShardTensor, local
 from tests.support.parity import error
 from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, errors, evaluate, refused, split

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from distributed import halo
+from distributed.shard import halo
 from tests.support.marks import slow_but
 from tests.support.shard_parity import Case, X, domain_mesh, draw, evaluate, hand_on, refused, split, without
 from utils.torch_private import VERSION
@@ -463,12 +463,12 @@ def no_halo(coming, arrived=halo.wait):
     return arrived(coming) * 0
 
 
-RULES, OPERANDS = "distributed.shard.rules", "distributed.shard.operands.copy_to_region"
+RULES, OPERANDS = "distributed.shard.ops", "distributed.shard.operands.copy_to_region"
 SUMS, EXCHANGE = "distributed.collectives._all_reduce", "distributed.shard.redistribute.all_to_all"
 SAMPLES = "F.grid_sample(x[:, None], x[..., None, :2].tanh())"
 KEYS = "F.scaled_dot_product_attention(x, x[:, 2:5], x[:, 2:5])"
 WITHOUT = [  # the collective, what stands in its place, an expression, what is wrong then
-    (f"{RULES}.normal.reduce_from_region", hand_on, "F.layer_norm(x, (7, 4))", "gradient of input 0"),
+    (f"{RULES}.normalization.reduce_from_region", hand_on, "F.layer_norm(x, (7, 4))", "gradient of input 0"),
     (f"{RULES}.reductions.gather_from_region", hand_on, "x.var(1)", "output 0"),
     (OPERANDS, hand_on, "x.softmax(1)", "gradient of input 0"),
     (OPERANDS, hand_on, "x @ x.mT", "gradient of input 0"),
@@ -477,7 +477,7 @@ WITHOUT = [  # the collective, what stands in its place, an expression, what is 
     (SUMS, hand_on, "x.mean(1).exp()", "output 0"),
     (EXCHANGE, nothing_received, "torch.fft.fft(x, dim=1)", "output 0"),
     (EXCHANGE, nothing_received, "x.sort(1)", "output 0"),
-    ("distributed.halo.wait", no_halo, "F.max_pool1d(x.mT, 3, 1, 1)", "output 0"),
+    ("distributed.shard.halo.wait", no_halo, "F.max_pool1d(x.mT, 3, 1, 1)", "output 0"),
 ]
 
 

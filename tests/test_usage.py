@@ -7,7 +7,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 import train
-from distributed.usage import watch
+from distributed.checks.usage import watch
 from tests.support import usage_models
 from tests.support.layout_parity import build, check_chain, check_in_double, check_training, train_steps
 from tests.support.marks import slow_but, slow_rows_but

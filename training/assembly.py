@@ -7,11 +7,11 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from distributed.checks.usage import Usage
 from distributed.data_parallel import DataParallelOptions, data_parallel
 from distributed.model_parallel import ModelParallelOptions, split_model
 from distributed.parallel_model import ParallelModel
 from distributed.split import Split
-from distributed.usage import Usage
 from training.models.build import build_model, initial_weights
 from training.models.info import inspect_model
 from training.step.optimizer import build_optimizer

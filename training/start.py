@@ -9,8 +9,7 @@ from training.step.determinism import prepare_environment
 from training.tasks import Task, build_task
 from utils import comm, connection
 from utils.config import SCRIPTS, load_config
-from utils.elastic import fitting_ranks, is_range_of_nodes
-from utils.launch import read_launch
+from utils.launch import fitting_ranks, is_range_of_nodes, read_launch
 from utils.schema import Config
 
 

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 
 from utils.choices import LOSSES
 from utils.command_line import parse_command_line
-from utils.elastic import fit, fitting_ranks
 from utils.errors import UsageError, nearest
+from utils.launch import fit, fitting_ranks
 from utils.schema import MOST_STEPS, Affects, Config, keys_that_affect
 from utils.yaml_files import read_mappings, yaml
 

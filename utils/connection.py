@@ -80,8 +80,11 @@ def connect(
     try:
         store = open_store(launch, timeout)
         if ranks is not None and ranks < launch.world_size:
+            store.set(f"rank {launch.rank}", "")
             if launch.rank >= ranks:
                 wait_for_the_end(store, launch, ranks)
+            # Where this rank has the store, the others would look for it in vain once this one has ended.
+            _wait_for(store, [f"rank {rank}" for rank in range(launch.world_size)], launch.world_size)
             _watched = store.clone(), launch.world_size - ranks  # type: ignore[attr-defined]  # not in torch's stubs
             launch = replace(launch, world_size=ranks)
             if ranks == 1:
@@ -198,17 +201,22 @@ def check_devices(store: dist.Store, launch: Launch, name: str) -> None:
     # Whoever comes last lets the others go on.
     if store.add("devices named", 1) == ranks:
         store.set("devices known", "")
-    try:
-        store.wait(["devices known"])
-    except dist.DistStoreError:
-        absent = [str(rank) for rank in range(ranks) if not store.check([f"rank {rank}"])]
-        raise TimeoutError(f"rank {', '.join(absent)} did not come") from None
+    _wait_for(store, ["devices known"], ranks)
     shared = store.add("devices shared", 0)
     if shared:
         raise UsageError(
             f"{ranks} ranks have {ranks - shared} GPUs (by PCI address and UUID), and each needs one of its own: start "
             "fewer ranks, or give --device cpu"
         )
+
+
+def _wait_for(store: dist.Store, keys: list[str], ranks: int) -> None:
+    """Wait for keys of the store; raises TimeoutError with those of `ranks` ranks that do not come."""
+    try:
+        store.wait(keys)
+    except dist.DistStoreError:
+        absent = [str(rank) for rank in range(ranks) if not store.check([f"rank {rank}"])]
+        raise TimeoutError(f"rank {', '.join(absent)} did not come") from None
 
 
 def disconnect(timeout: float = 10) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from nvidia.dali import types
 
-from utils.data_protocol import Dataset
-from utils.sample_order import Order
+from utils.sample_order import Dataset, Order
 from utils.signals import STOP_SIGNALS
 
 

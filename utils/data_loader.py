@@ -3,14 +3,17 @@
 The native loader's threads read samples straight into the batch buffers of a small ring. A batch for a GPU is copied
 from pinned memory on a side stream, while the previous step computes, and normalised there in one pass. On the CPU the
 buffer itself is normalised, and is the batch.
+
+Each task has one ring of buffers, shared by its loaders. Only one pass over the data reads at a time. Validation begins
+while training has batches read ahead; it takes the buffers, and training reads those samples again afterwards.
 """
 
 import math
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,11 +22,74 @@ from torch import Tensor
 
 from utils import comm
 from utils.agreement import Vote
-from utils.batch_slots import Slot, SlotRing
-from utils.data_protocol import ChannelStatistics, Dataset, ForcingChannels
-from utils.device import device_module
+from utils.device import device_module, empty_host_cache
 from utils.errors import ConnectionLostError
-from utils.sample_order import Order
+from utils.sample_order import ChannelStatistics, Dataset, ForcingChannels, Order
+
+
+class Reader(Protocol):
+    """A pass over the data that reads into the slots."""
+
+    def stop(self) -> None:
+        """Return when nothing writes into a slot any more; what was read ahead is forgotten."""
+
+
+class Slot:
+    """A reused batch buffer, float32. numbers: how many it holds. pinned: its batches are copied to a GPU."""
+
+    def __init__(self, numbers: int, pinned: bool):
+        self.memory = torch.empty(numbers, dtype=torch.float32, pin_memory=pinned)
+        self.tensor = self.memory  # the batch that it holds, (B, n + k, C, h, w)
+        self.samples: np.ndarray = np.empty(0)  # numbers of those that it holds
+        self.reads: list[Future[None]] = []
+        self.copied: torch.Event | None = None  # the copy to the device is done, the buffer may be filled again
+
+
+class SlotRing:
+    """The slots of several loaders. They are allocated when one of them first reads."""
+
+    def __init__(self, pinned: bool):
+        self.pinned = pinned
+        self.slots: list[Slot] = []
+        self.numbers = self.count = 0  # of a slot, and of slots
+        self.reader: Reader | None = None
+        self.loaders = 0
+
+    def join(self, shape: Sequence[int], count: int) -> None:
+        """A loader shares the ring from now on. shape: of its largest batch. count: of slots that it reads into."""
+        self.loaders += 1
+        # Slots fit the largest batch of all loaders, and are made anew for it.
+        self.numbers = max(self.numbers, math.prod(shape))
+        self.count = max(self.count, count)
+        self.slots.clear()
+
+    def leave(self) -> None:
+        """A loader reads no more; with the last one the memory goes back to the system."""
+        self.loaders -= 1
+        # The last loader that leaves gives the memory back.
+        if self.loaders == 0 and self.slots:
+            self.slots.clear()
+            if self.pinned:
+                empty_host_cache()
+
+    def claim(self, reader: Reader) -> bool:
+        """Let a reader have all slots; returns whether they were another's, who is stopped."""
+        if self.reader is reader:
+            return False
+        # Whoever read before must not write into the slots any more.
+        if self.reader is not None:
+            self.reader.stop()
+        self.reader = reader
+        # Memory is taken as late as possible: a run that only resumes to its end needs none.
+        if not self.slots:
+            self.slots = [Slot(self.numbers, self.pinned) for _ in range(self.count)]
+        return True
+
+    def release(self, reader: Reader) -> None:
+        """A reader has ended."""
+        if self.reader is reader:
+            self.reader = None
+
 
 AHEAD = 2  # batches that a GPU has not done with when the next one is made
 Batch = tuple[Tensor, Tensor]  # (input, target)
@@ -32,7 +98,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class BatchLoader:
-    """Normalised batches of a data set (utils/data_protocol.py): inputs (B, n n_in, h, w), targets (B, k n_out, h, w).
+    """Normalised batches of a data set (utils/sample_order.py): inputs (B, n n_in, h, w), targets (B, k n_out, h, w).
 
     The input holds n frames, the present one first, then the earlier ones. The target holds the k steps of a forecast,
     one after the other. Forcings of k steps follow the input's channels.

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from utils.data_loader import Batch, BatchLoader
-from utils.data_protocol import ChannelStatistics
 from utils.errors import ConnectionLostError, UsageError
-from utils.sample_order import Order
+from utils.sample_order import ChannelStatistics, Order
 from utils.signals import stop_signals_held_back
 
 try:

@@ -20,7 +20,7 @@ from distributed.shard.calls import flatten_arguments
 from distributed.shard.compiled import guard_compiler
 from distributed.shard.hacks import replace_backward
 from distributed.shard.operands import gradient_spec
-from distributed.shard.rules.attributes import as_gradient
+from distributed.shard.ops.attributes import as_gradient
 from distributed.shard.spec import Spec
 from distributed.shard.tensor import (
     AsShardTensors,

@@ -23,8 +23,8 @@ from distributed.collectives import (
     reduce_scatter,
     scatter_to_region,
 )
-from distributed.halo import HaloExchange, bounds
 from distributed.shard.axes import OutOfOrder, merged, mesh_dims_of, unsplit_axes
+from distributed.shard.halo import HaloExchange, bounds
 from distributed.shard.spec import CannotSplit, Pieces, Spec, cut_over
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 A ShardTensor is its local part, with a subclass of torch.Tensor as its type. It carries a Spec as an attribute, and
 `.shape` is the global shape. Every torch function that is called with a ShardTensor is looked up in a registry of rules
-(see `rule`; the rules are in distributed/shard/rules/). The rule computes on the local part and communicates as needed.
+(see `rule`; the rules are in ops/ and extra/). The rule computes on the local part and communicates as needed.
 An operation without a rule raises an error, so that no result is silently wrong. Autograd runs on the local tensors.
 
 Gradients. The gradient of a ShardTensor is split in the same way: each rank holds its part of the serial gradient. A
@@ -180,7 +180,7 @@ class ShardTensor(torch.Tensor):
 
 
 class ReorderedTensor(ShardTensor):
-    """A ShardTensor of which a dimension has an Order, such as that of the edges of a graph: see rules/edges.py.
+    """A ShardTensor of which a dimension has an Order, such as that of the edges of a graph: see ops/edges.py.
 
     Only few rules know such a dimension. Any other operation has the rows brought into their global order first.
     """
@@ -208,7 +208,7 @@ class ReorderedTensor(ShardTensor):
         return put_in_order(self)
 
 
-# Set by rules/edges.py: what computes a function of ReorderedTensors, and what brings the rows of one into order.
+# Set by ops/edges.py: what computes a function of ReorderedTensors, and what brings the rows of one into order.
 in_any_order: Callable[[Callable, tuple, dict[str, Any]], Any] | None = None
 put_in_order: Callable[[ShardTensor], ShardTensor] | None = None
 

@@ -13,8 +13,9 @@ from unittest import mock
 import torch
 from torch import nn
 
-from distributed import halo, model_parallel
+from distributed import model_parallel
 from distributed.collectives import as_group
+from distributed.shard import halo
 from tools.instruments.pool import Process
 from tools.instruments.team import Case, Teams
 from tools.layout_check.check import cases_of, default_dtype, record_serially, train_layout

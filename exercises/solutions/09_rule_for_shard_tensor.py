@@ -7,7 +7,7 @@ shards are uneven, one of them may be empty, and who knows where the gaps are. M
 
 What adds up over ranks are sums and counts, never means; both can go in one message.
 
-Done for real in distributed/shard/rules: reductions.py (mean), moments.py (moments).
+Done for real in distributed/shard/ops: reductions.py (mean), moments.py (moments).
 Chapter: docs/reference/domain_parallel.md, "How to add a rule".
 """
 

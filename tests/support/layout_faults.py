@@ -7,8 +7,9 @@ from unittest import mock
 import torch
 from torch.nn import functional as F
 
-from distributed import collectives, data_parallel, halo, model_parallel
+from distributed import collectives, data_parallel, model_parallel
 from distributed.parallel_model import ParallelModel
+from distributed.shard import halo
 from distributed.shard.tensor import RULES, wrap
 from tools.layout_check import recording
 from training import assembly
@@ -132,7 +133,7 @@ def weights_of_another_seed():
 @contextmanager
 def no_halo():
     real = halo._packed
-    with mock.patch("distributed.halo._packed", lambda *args: real(*args) * 0):
+    with mock.patch("distributed.shard.halo._packed", lambda *args: real(*args) * 0):
         yield
 
 

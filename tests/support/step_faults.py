@@ -11,11 +11,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed import batch_norm, data_parallel, halo, weight_shards
+from distributed import batch_norm, data_parallel, weight_shards
 from distributed.attention import METHODS
 from distributed.parallel_model import ParallelModel
 from distributed.pipeline import Pipeline
-from distributed.shard.rules import normalization
+from distributed.shard import halo
+from distributed.shard.ops import normalization
 from distributed.shard.tensor import dispatch
 from tests.support.layout_faults import (
     CONV,
@@ -283,10 +284,10 @@ MORE_FAULTS = {
     "domain: a halo of the other side": Fault(
         instead(halo, "_packed", other_halo), "domain2", "forward pass", r"", r"only rows beside a cut", CONV),
     "domain: a row is left as it was": Fault(
-        patched("distributed.shard.rules.elementwise.change_row", lambda func, row, *_: row), "domain2",
+        patched("distributed.shard.ops.elementwise.change_row", lambda func, row, *_: row), "domain2",
         "forward pass", r"^mix$", r"what the model computes in front of this Conv2d", WRITES),
     "domain: a mask of other points": Fault(
-        patched("distributed.shard.rules.writing.dispatch", other_points), "domain2",
+        patched("distributed.shard.ops.writing.dispatch", other_points), "domain2",
         "forward pass", r"^mix$", r"what the model computes in front of this Conv2d", WRITES),
     "domain: another part of the image": Fault(
         instead(recording, "own_part", other_rows), "domain2",

@@ -23,9 +23,9 @@ from tools.tables import format_tables, installed, machine
 from training.tasks import build_task
 from training.tasks.forecast import statistics_of
 from utils.config import load_config
-from utils.data_protocol import ChannelStatistics
 from utils.device import select_device
 from utils.errors import UsageError
+from utils.sample_order import ChannelStatistics
 from utils.schema import Config
 from weather.sources.hdf5 import make_hdf5, open_hdf5
 from weather.years.dataset import FieldDataset

@@ -16,8 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from tools.instruments.counting import Collective, Watch, collective
 from training.step.speed_options import EXPENSIVE
-from utils.sharded import is_dtensor
-from utils.torch_private import storage_id
+from utils.torch_private import is_dtensor, storage_id
 
 aten = torch.ops.aten
 PASSES = ("forward", "backward", "update")

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from distributed.checks.ties import keep_ties
 from distributed.shard.calls import passes_on
-from distributed.ties import keep_ties
 from training.assembly import build_step
 from training.models.build import build_model
 from training.models.model_class import LOOKING_ON

@@ -30,12 +30,11 @@ from distributed import attention, attention_kernels
 from distributed.collectives import shard_sizes
 from distributed.data_parallel import DataParallelOptions
 from distributed.shard import constants
-from distributed.split import Split
+from distributed.split import Split, own_window
 from tools.planner.fake_kernels import kernels_with_statistics
 from utils import comm
 from utils.layout import Layout
 from utils.schema import Config
-from utils.tiles import own_window
 from utils.torch_private import storage_id
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ def fake_rank(
         if device_type == "cpu":
             mode = CountingFakeMode(allow_non_fake_inputs=True)
             draws_on_host = partial(getattr, mode, "draws")
-        stack.enter_context(patch("distributed.agreed_layers.host_generators", draws_on_host))
+        stack.enter_context(patch("distributed.checks.agreed_layers.host_generators", draws_on_host))
         yield mode
 
 

@@ -43,8 +43,7 @@ from training.tasks import build_task
 from utils import comm
 from utils.layout import Layout
 from utils.schema import Config
-from utils.sharded import is_fsdp_module
-from utils.torch_private import storage_id
+from utils.torch_private import is_fsdp_module, storage_id
 
 # The deepest stages that are traced in full. How DDP cuts buckets is not linear in the number of blocks.
 MOST = 4

@@ -40,8 +40,7 @@ from training.step.random_streams import accelerator
 from utils import agreement, comm
 from utils.errors import UsageError, first_line
 from utils.files import sync_folder, whole_file
-from utils.sharded import is_dtensor
-from utils.torch_private import VERSION
+from utils.torch_private import VERSION, is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.staging import DefaultStager

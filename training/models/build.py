@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from distributed.checks.ties import keep_ties
 from distributed.split import Split
-from distributed.ties import keep_ties
 from distributed.weight_shards import fill_weights
 from networks import MODELS
 from training.models.checks import check_matrices, check_registered, check_weights, unregistered_parts

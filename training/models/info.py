@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
+from distributed.checks.usage import Usage, watch
 from distributed.parallel_model import check_output
 from distributed.protocol import points_kept_together
-from distributed.usage import Usage, watch
 from networks.vit import PerAxis
 from training.models.build import blank_inputs, build_model
 from training.models.checks import check_made

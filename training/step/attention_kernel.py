@@ -6,7 +6,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from distributed import attention_kernels
-from distributed.usage import AttentionCall, Usage
+from distributed.checks.usage import AttentionCall, Usage
 from training.step.step import autocast
 from utils import comm
 from utils.schema import Config

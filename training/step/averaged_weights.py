@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from utils.sharded import is_dtensor, is_fsdp_module
+from utils.torch_private import is_dtensor, is_fsdp_module
 
 
 class AveragedWeights:

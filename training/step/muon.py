@@ -3,7 +3,7 @@
 Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/). The numbers are those of torch.optim.Muon with
 adjust_lr_fn "match_rms_adamw". That one takes whole matrices; here a rank may hold a piece of each. Momentum is updated
 piece by piece, but a piece of an orthogonal matrix is not what orthogonalising the piece would give: it depends on all
-rows and columns (distributed/whole_matrices.py).
+rows and columns (training/step/whole_matrices.py).
 """
 
 import math
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distributed.whole_matrices import Cuts, on_whole_matrices
-from utils.sharded import is_dtensor
+from training.step.whole_matrices import Cuts, on_whole_matrices
+from utils.torch_private import is_dtensor
 
 # The polynomial of an iteration, a x + b x^3 + c x^5 of the singular values, and how often it is applied.
 LINEAR = 3.4445

@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from distributed.parallel_model import ParallelModel
-from distributed.whole_matrices import cuts_of
 from distributed.zero1 import build_zero1_optimizer
 from training.models.weight_roles import Role, weight_roles
 from training.step.muon import MatrixPart, Muon
+from training.step.whole_matrices import cuts_of
 from utils import comm
 from utils.choices import choose, load
 from utils.schema import Config

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distributed.checks.usage import Usage
 from distributed.parallel_model import ParallelModel
-from distributed.usage import Usage
+from distributed.split import own_window
 from training.models.info import ModelInfo, inspect_model
 from utils import agreement
 from utils.data_loader import BatchLoader
 from utils.errors import UsageError
 from utils.schema import Config
-from utils.tiles import own_window
 
 if TYPE_CHECKING:  # it is slow to import, and rank 0 alone draws
     from matplotlib.figure import Figure

@@ -1,0 +1,302 @@
+"""Convolution and transposed convolution of a tensor with split spatial dimensions: see windows.py.
+
+The weights are plain tensors, whole on every rank. Each rank fetches the rows that its outputs need, including padding
+at the ends of the whole dimension, and calls the plain operation.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from distributed.collectives import Sizes
+from distributed.layers import to_compute_dtype
+from distributed.shard.halo import HaloExchange, Interval, bounds
+from distributed.shard.ops.windows import (
+    Output,
+    Padding,
+    Splits,
+    Window,
+    cut,
+    fetch_halos,
+    no_outputs,
+    ntuple,
+    output_shape,
+    request,
+    spatial_rule,
+    whole_length,
+    windows_of,
+)
+from networks.vit import PerAxis
+
+
+@spatial_rule("conv")
+def convolve(
+    func: Callable,
+    x: Tensor,
+    splits: Splits,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: PerAxis = 1,
+    padding: Padding = 0,
+    dilation: PerAxis = 1,
+    groups: int = 1,
+) -> Output:
+    """conv1d, conv2d, conv3d: x (B, C, ...) or (C, ...), weight (D, C / groups, ...) -> (B, D, ...).
+
+    padding: numbers, 'same' or 'valid'. On an accelerator, the outputs that need only this rank's rows are computed
+    while other rows travel, if these are most of the outputs of every rank. Raises ValueError if a window is longer
+    than the padded input.
+    """
+    count = weight.ndim - 2  # of spatial dimensions
+    x = to_compute_dtype(x)
+    first_spatial = x.ndim - count
+    spatial_dims = range(first_spatial, x.ndim)
+    kernel = weight.shape[2:]
+    window_of = windows_of(spatial_dims, kernel, stride, padding, dilation)
+    shape = output_shape(func, x, splits, window_of)
+    shape[first_spatial - 1] = weight.shape[0]  # (B, D, ...) of the whole output
+
+    x, own_padding = _pad_whole_dims(x, splits, window_of)
+
+    def compute(part: Tensor) -> Tensor:
+        return func(part, weight, bias, stride, own_padding, dilation, groups)
+
+    # Fetch the rows of all split dimensions but the last at once, and only begin to fetch those of the last.
+    *others, last = sorted(splits)
+    other_splits = {dim: splits[dim] for dim in others}
+    x, out_sizes, _ = fetch_halos(x, other_splits, window_of, shape, 0)
+    window = window_of[last]
+    sizes, group = splits[last]
+    out_sizes[last] = window.output_sizes(sizes, shape[last])
+    pending, outputs, _ = request(x, last, splits[last], out_sizes[last], window.interval)
+    shape[last] = outputs[1] - outputs[0]  # from here on `shape` is that of this rank's output
+    if 0 in shape:
+        return no_outputs(pending.rows(), shape, weight, bias), out_sizes
+
+    # Compute what needs no other rank's rows while they travel, where that pays.
+    every_rank_has_outputs = all(all(sizes_of_dim) for sizes_of_dim in out_sizes.values())
+    worthwhile = every_rank_has_outputs and mostly_inside(window, sizes, out_sizes[last])
+    if worthwhile and pending.traffic and may_overlap(x):
+        own_rows = bounds(sizes)[group.rank]
+        y = overlapped(compute, pending, window, last, own_rows, outputs)
+        return y, out_sizes
+    y = compute(pending.rows())  # (B, D, ...) of this rank
+    return y, out_sizes
+
+
+def _pad_whole_dims(x, splits, window_of):
+    """(x, padding that the plain operation has still to add at both ends of each spatial dimension).
+
+    Split dimensions get their padding with their halos. The plain operation pads both ends of a whole dimension by the
+    same number. Where they differ, x is padded here.
+    """
+    own_padding = []
+    for dim, window in window_of.items():
+        if dim in splits:
+            own_padding.append(0)
+        elif window.before == window.after:
+            own_padding.append(window.before)
+        else:
+            own_padding.append(0)
+            # F.pad takes a pair (before, after) for each dimension, the last dimension first.
+            later_dims = [0, 0] * (x.ndim - 1 - dim)
+            x = F.pad(x, [*later_dims, window.before, window.after])
+    return x, own_padding
+
+
+def may_overlap(x: Tensor) -> bool:
+    """Tell whether an exchange can go on beside a convolution of x."""
+    # On a CPU the exchange uses the same cores as the computation. A compiler orders the operations itself.
+    return x.device.type != "cpu" and not torch.compiler.is_compiling()
+
+
+def mostly_inside(window: Window, sizes: Sizes, out_sizes: Sizes) -> bool:
+    """Tell whether on every rank most of the outputs, but not all, need only its own rows.
+
+    sizes, out_sizes: number of rows and of outputs on every rank. All ranks must decide alike: one that overlaps
+    begins, in its backward pass, to exchange rows before it has the gradients of the weights, and any other rank
+    afterwards. Where data parallelism reduces these gradients meanwhile, collectives would come in different orders.
+    """
+    for rows, (first, last) in zip(bounds(sizes), bounds(out_sizes), strict=True):
+        inner_first, inner_last = inside(window, rows, (first, last))
+        count = last - first
+        inner_count = inner_last - inner_first
+        are_most = 4 * inner_count > 3 * count  # more than three quarters
+        are_all = inner_count == count
+        if are_all or not are_most:
+            return False
+    return True
+
+
+def overlapped(
+    compute: Callable[[Tensor], Tensor],
+    pending: HaloExchange,
+    window: Window,
+    dim: int,
+    rows: Interval,
+    outputs: Interval,
+) -> Tensor:
+    """Compute the outputs of a rank that holds `rows`, those that need no others first."""
+    first_output, last_output = outputs
+    first_inner, last_inner = inside(window, rows, outputs)
+    own_first, _ = rows
+
+    # The first call of pending.rows waits for the other ranks, so the middle is computed before.
+    first, last = window.interval(first_inner, last_inner)
+    own_rows = pending.own.narrow(dim, first - own_first, last - first)
+    middle = compute(own_rows)
+    parts = [middle]
+    if first_output < first_inner:
+        first, last = window.interval(first_output, first_inner)
+        front = compute(pending.rows(first, last))
+        parts.insert(0, front)
+    if last_inner < last_output:
+        first, last = window.interval(last_inner, last_output)
+        back = compute(pending.rows(first, last))
+        parts.append(back)
+    return torch.cat(parts, dim)
+
+
+def inside(window: Window, rows: Interval, outputs: Interval) -> Interval:
+    """The outputs [a, b) among `outputs` that need only the given rows; a = b if there are none."""
+    first_row, end_row = rows
+    first_output, end_output = outputs
+
+    # Output j reads the rows from j * stride - before on, to `reach` rows behind that.
+    # The first output that reads nothing in front of first_row: first_row + before over stride, rounded up.
+    first = -((-first_row - window.before) // window.stride)
+    # The last output that reads nothing behind the last row.
+    last_start = end_row - 1 - window.reach
+    last = (last_start + window.before) // window.stride
+    first = max(first, first_output)
+    first = min(first, end_output)
+    end = min(last + 1, end_output)
+    return first, max(first, end)
+
+
+class Spread(NamedTuple):
+    """Along one dimension of a transposed convolution, where each row adds to several outputs.
+
+    Row j adds to the outputs j * stride - crop + dilation * t, for t < kernel.
+    """
+
+    kernel: int
+    stride: int
+    crop: int  # outputs that are left out at both ends (torch calls it padding)
+    extra: int  # outputs that are added at the end (output_padding)
+    dilation: int
+
+    @property
+    def reach(self) -> int:
+        """Distance from the first output to which a row adds to the last."""
+        return self.dilation * (self.kernel - 1)
+
+    def length(self, rows: int) -> int:
+        """Number of outputs for a number of rows."""
+        first_of_last_row = (rows - 1) * self.stride
+        return first_of_last_row - 2 * self.crop + self.reach + self.extra + 1
+
+    def middle_output(self, row: int) -> int:
+        """The output in the middle of those to which a row adds. Its owner is the rank that holds the row."""
+        middle_of_first_row = self.reach // 2 - (self.stride - 1) // 2 - self.crop
+        return row * self.stride + middle_of_first_row
+
+    def rows(self, first: int, last: int) -> Interval:
+        """The rows [a, b) that add to the outputs [first, last)."""
+        # Outputs are counted before the crop from here on.
+        first += self.crop
+        last += self.crop
+        first_that_reaches = -((self.reach - first) // self.stride)  # rounded up
+        first_row = max(0, min(first_that_reaches, first // self.stride))
+        return first_row, (last - 1) // self.stride + 1
+
+
+@spatial_rule("conv_transpose")
+def convolve_transposed(
+    func: Callable,
+    x: Tensor,
+    splits: Splits,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: PerAxis = 1,
+    padding: PerAxis = 0,
+    output_padding: PerAxis = 0,
+    groups: int = 1,
+    dilation: PerAxis = 1,
+) -> Output:
+    """conv_transpose1d, 2d, 3d: x (B, C, ...) or (C, ...), weight (C, D / groups, ...) -> (B, D, ...).
+
+    Raises ValueError for an output without rows, and for an output_padding that torch refuses.
+    """
+    count = weight.ndim - 2  # of spatial dimensions
+    x = to_compute_dtype(x)
+    first_spatial = x.ndim - count
+    kernel = weight.shape[2:]
+    spreads = _spreads_of(kernel, stride, padding, output_padding, dilation)
+    crops = [spread.crop for spread in spreads]  # of the plain operation on this rank's rows
+    extras = [spread.extra for spread in spreads]
+    out_sizes = {}
+    in_front = {}  # {split dimension: outputs of other ranks, in front of this rank's, that the plain operation makes}
+    shape = [*x.shape[: first_spatial - 1], weight.shape[1] * groups]  # (B, D), then the rows of this rank's output
+    for i, spread in enumerate(spreads):
+        dim = first_spatial + i
+        length = spread.length(whole_length(x, dim, splits))
+        if spread.extra >= max(spread.stride, spread.dilation) or length < 1:
+            raise ValueError(f"{func.__name__}: {length} rows, output_padding {spread.extra}, stride {spread.stride}")
+        if dim in splits:
+            # Fetch the rows that add to this rank's outputs.
+            sizes, _ = splits[dim]
+            out_sizes[dim] = cut(sizes, length, spread.middle_output)
+            pending, outputs, rows = request(x, dim, splits[dim], out_sizes[dim], spread.rows)
+            x = pending.rows()
+            crops[i], extras[i], in_front[dim] = _around_own_outputs(spread, outputs, rows)
+            first, last = outputs
+            length = last - first
+        shape.append(length)
+    if 0 in shape:
+        return no_outputs(x, shape, weight, bias), out_sizes
+    y = func(x, weight, bias, stride, crops, extras, groups, dilation)
+    return _own_outputs(y, in_front, shape), out_sizes
+
+
+def _spreads_of(kernel, stride, padding, output_padding, dilation):
+    """A Spread for each spatial dimension."""
+    count = len(kernel)
+    strides = ntuple(stride, count)
+    crops = ntuple(padding, count)
+    extras = ntuple(output_padding, count)
+    dilations = ntuple(dilation, count)
+    return [Spread(*of_dim) for of_dim in zip(kernel, strides, crops, extras, dilations, strict=True)]
+
+
+def _around_own_outputs(spread, outputs, rows):
+    """(crop, extra, outputs in front) with which the plain operation on `rows` makes this rank's outputs.
+
+    The plain operation also makes outputs of other ranks, in front of this rank's and behind them. Its crop is the same
+    at both ends, so what it cannot crop in front is left for _own_outputs. If it makes too few, it adds some.
+    """
+    first_output, end_output = outputs
+    first_row, end_row = rows
+    # Outputs are counted before the crop here.
+    surplus_in_front = first_output + spread.crop - first_row * spread.stride
+    end_of_made = (end_row - 1) * spread.stride + spread.reach + 1
+    surplus_behind = end_of_made - end_output - spread.crop
+    crop = max(0, min(surplus_in_front, surplus_behind))
+    extra = max(0, -surplus_behind)
+    return crop, extra, surplus_in_front - crop
+
+
+def _own_outputs(y: Tensor, in_front: Mapping[int, int], shape: list[int]) -> Tensor:
+    """The outputs that belong to this rank, which have this shape.
+
+    in_front: {split dimension: outputs of other ranks in front of them}.
+    """
+    part = y
+    for dim, count in in_front.items():
+        part = part.narrow(dim, count, shape[dim])
+    if part.shape == y.shape:
+        return y
+    return part.clone()  # in memory of its own, as the output of any operation

@@ -1,0 +1,454 @@
+"""Indexing, and slices by their names (narrow, split, chunk, unbind, select, index_select), each of which is an index.
+
+Each rank takes its own part of a slice of a split dimension, and nothing is communicated.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+
+from distributed.shard.axes import Axes, Axis, mesh_dims_of, prefix_axes, unsplit_axes
+from distributed.shard.halo import bounds
+from distributed.shard.operands import redistribute, sum_partial
+from distributed.shard.ops.along import unshard_dims
+from distributed.shard.ops.edges import find_rows
+from distributed.shard.ops.lookup import mask_of, masked, rows_of_plain
+from distributed.shard.ops.windows import no_outputs
+from distributed.shard.plans import Plan, planned, planned_else
+from distributed.shard.spec import Spec, shard_sizes
+from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
+
+OF_ELEMENTS = Tensor, list, range, bool  # items of an index that are no numbers or slices
+
+
+def plan_of_slices(func: Callable, x: Tensor, index: Any) -> Plan | None:
+    """A selection by numbers and slices that is no row of a split dimension: each rank takes its part."""
+    items = index if isinstance(index, tuple) else (index,)
+    has_tensors = any(isinstance(item, OF_ELEMENTS) for item in items)
+    if has_tensors or not isinstance(x, ShardTensor):
+        return None
+    spec, own_index = locate(func, x, index_items(func, x, index))
+    if spec.partial != x.spec.partial or own_index is None:
+        return None
+    return Plan(lambda part, index: part[own_index], spec)
+
+
+@rule(Tensor.__getitem__)
+@planned_else(plan_of_slices)
+def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
+    """Index with numbers, slices, None and Ellipsis, with tensors and lists, or with a mask.
+
+    One row of a split dimension is a partial tensor: its owner holds the row, the other ranks hold zeros. For a tensor
+    of indices a split dimension is made whole, and what it finds is split evenly.
+    """
+    if not isinstance(x, ShardTensor):
+        return rows_of_plain(func, x, index)
+    mask = mask_of(x, index)
+    if mask is not None:
+        return masked(func, x, mask)
+    # From here on every item stands for one dimension at most.
+    x, index = _flatten_masks(x, index)
+    items = index_items(func, x, index)
+    of_dims = [item for item in items if item is not None]
+    indexed_by_tensors = [dim for dim, item in enumerate(of_dims) if isinstance(item, Tensor)]
+    given = index if isinstance(index, tuple) else (index,)
+    may_be_constant = not any(isinstance(item, ShardTensor) for item in given)
+    if may_be_constant and len(indexed_by_tensors) == 1 and x.spec.is_split(indexed_by_tensors[0]):
+        (dim,) = indexed_by_tensors
+        takes_all = all(item == slice(None) for d, item in enumerate(items) if d != dim)
+        x = sum_partial(x)
+        found = find_rows(x, dim, items[dim]) if takes_all else None
+        if found is not None:
+            return found
+    before = x.spec
+    x = unshard_dims(x, indexed_by_tensors)
+    spec, local_index = locate(func, x, items)
+    is_row = spec.partial != x.spec.partial
+    if is_row and x.dtype == torch.bool:  # a partial tensor is a sum, which bool does not have
+        numbers = dispatch(Tensor.to, x, torch.uint8)
+        return dispatch(Tensor.bool, getitem(func, numbers, index))
+    is_elsewhere = local_index is None
+    part = no_outputs(local(x), spec.local_shape) if is_elsewhere else x[local_index]
+    selected = wrap(part, spec)
+    if any(map(before.is_split, indexed_by_tensors)):
+        selected = split_rows(selected, before, x.spec, _first_indexed_dim(items))
+
+    # A change in place of the row changes the tensor with it: see elementwise.change_row.
+    is_view = not indexed_by_tensors
+    if is_row and is_view and not torch.compiler.is_compiling():
+        selected.row_of = x
+        selected.is_own_row = not is_elsewhere
+    return selected
+
+
+def split_rows(selected: ShardTensor, before: Spec, whole: Spec, dim: int) -> ShardTensor:
+    """Split what was found at dimension dim evenly over a mesh dimension that split the rows it was looked up in.
+
+    before, whole: specs of the tensor of these rows, and of the tensor once they were whole.
+    """
+    placements: Any = list(selected.spec.placements)
+    moved = [m for m, placement in enumerate(before.placements) if placement != whole.placements[m]]
+    for m in moved:
+        placements[m] = Replicate()
+    placements[moved[0]] = Shard(dim)
+    return redistribute(selected, placements)
+
+
+def _flatten_masks(x: ShardTensor, index: Any) -> tuple[ShardTensor, Any]:
+    """The tensor and the index with each plain mask of several dimensions, and those dimensions, made one."""
+    if not isinstance(index, tuple):
+        return x, index
+    items = list(index)
+    ahead = 0  # dimensions in front of an item
+    for number, item in enumerate(items):
+        is_mask = type(item) is Tensor and item.dtype == torch.bool and item.dim() > 1
+        if item is Ellipsis:
+            # What follows is counted from the end.
+            following = items[number + 1 :]
+            behind = sum(map(dims_taken, following))
+            ahead = x.dim() - behind
+        elif is_mask:
+            end = ahead + item.dim()
+            if item.shape != x.spec.shape[ahead:end]:
+                raise IndexError(f"a mask of {tuple(item.shape)} does not fit a tensor of {tuple(x.spec.shape)}")
+            x = dispatch(torch.flatten, x, ahead, end - 1)
+            items[number] = item.reshape(-1)
+            ahead += 1
+        else:
+            ahead += dims_taken(item)
+    return x, tuple(items)
+
+
+def dims_taken(item: Any) -> int:
+    """Number of dimensions of a tensor that an item of an index stands for."""
+    if item is None:
+        return 0
+    is_mask = isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) and item.dim() > 0
+    return item.dim() if is_mask else 1
+
+
+def locate(
+    func: Callable,
+    x: ShardTensor,
+    items: Sequence[Any],
+) -> tuple[Spec, tuple | None]:
+    """(spec of x[items], index into this rank's part; None if another rank holds the selected row).
+
+    items: as index_items gives them. Raises IndexError for a number out of bounds, and no_rule for a tensor of indices
+    in a split dimension.
+    """
+    spec = x.spec
+    dims: list[Axes] = []  # of the selection
+    local_index: list[Any] = []
+    partial = list(spec.partial)
+    is_here = True  # whether this rank holds the selected rows
+    dim = 0  # of x, at which the item stands
+    for item in items:
+        if item is None:
+            dims.append(())
+            local_index.append(None)
+            continue
+        if isinstance(item, slice):
+            axes, own = _sliced(func, x, dim, item)
+            dims.append(axes)
+        elif isinstance(item, Tensor):
+            if spec.is_split(dim):
+                raise no_rule(func, (x,), {}, f"a tensor of indices, and dimension {dim} is split")
+            own = item
+        else:
+            size = spec.shape[dim]
+            if not -size <= item < size:
+                raise IndexError(f"index {item} is out of bounds for dimension {dim} with size {size}")
+            # A row of a split dimension is a sum over the ranks: one has the row, the others zeros.
+            partial += mesh_dims_of(spec.dims[dim])
+            place = _place(spec, dim, item % size)
+            is_here = is_here and place is not None
+            own = place or 0
+        local_index.append(own)
+        dim += 1
+
+    # Tensors of indices broadcast against each other, and the dimensions of their result stand in their place.
+    index_shapes = [item.shape for item in items if isinstance(item, Tensor)]
+    if index_shapes:
+        first = _first_indexed_dim(items)
+        new_shape = torch.broadcast_shapes(*index_shapes)
+        dims[first:first] = map(unsplit_axes, new_shape)
+    selection = spec.with_dims(dims, tuple(sorted(partial)))
+    return selection, tuple(local_index) if is_here else None
+
+
+def _first_indexed_dim(items: Sequence[Any]) -> int:
+    """The dimension of the selection at which the result of its tensors of indices begins.
+
+    It is that of the first tensor; as in numpy it is 0 where tensors do not stand side by side.
+    """
+    of_dims = [item for item in items if not isinstance(item, int)]  # a number leaves no dimension
+    places = [place for place, item in enumerate(of_dims) if isinstance(item, Tensor)]
+    are_adjacent = places[-1] - places[0] < len(places)
+    return places[0] if are_adjacent else 0
+
+
+def index_items(func: Callable, x: ShardTensor, index: Any) -> list[Any]:
+    """A slice, a number or an index tensor for each dimension of x, and None for each new dimension.
+
+    Raises IndexError for too many items, and no_rule for a mask or for indices that are split.
+    """
+    items = list(index) if isinstance(index, tuple) else [index]
+    for i, item in enumerate(items):
+        items[i] = _index_item(func, x, item)
+    count = len(x.spec.dims)
+    of_dims = [item for item in items if item is not None and item is not Ellipsis]
+    missing = count - len(of_dims)
+    if missing < 0:
+        raise IndexError(f"too many indices for tensor of dimension {count}")
+    # Slices of all rows stand in the place of an Ellipsis, or at the end.
+    place = len(items)
+    for i, item in enumerate(items):
+        if item is Ellipsis:
+            place = i
+            break
+    all_rows = [slice(None)] * missing
+    return [*items[:place], *all_rows, *items[place + 1 :]]
+
+
+def _index_item(func, x, item):
+    """An item of an index as a slice, a number, a plain index tensor, None or Ellipsis."""
+    if isinstance(item, list | range):
+        item = torch.as_tensor(list(item))
+    if isinstance(item, ShardTensor):
+        if item.spec.split_dims:
+            raise no_rule(func, (x, item), {}, "indices that are split; take their full_tensor()")
+        item = local(sum_partial(item))
+    is_tensor = isinstance(item, Tensor)
+    if is_tensor and item.dtype == torch.bool and item.dim() == 1:
+        item = item.nonzero().squeeze(1)
+    is_mask = is_tensor and item.dtype in (torch.bool, torch.uint8)
+    if is_mask or isinstance(item, bool):
+        raise no_rule(func, (x,), {}, "the number of elements that a mask selects is not known")
+    if is_tensor and item.dim() > 0:
+        return item.to(x.device)
+    if item is None or item is Ellipsis or isinstance(item, int | slice):
+        return item
+    return item.__index__()
+
+
+def _sliced(func, x, dim, item):
+    """(axes of the result, slice of the local tensor) for a slice of a dimension."""
+    spec = x.spec
+    axes = spec.dims[dim]
+    length = spec.shape[dim]
+    if item == slice(None):
+        return axes, item
+    start, stop, step = item.indices(length)
+    if step < 1:
+        raise ValueError("step must be greater than zero")
+    size = len(range(start, stop, step))
+    if size == length:
+        return axes, slice(None)
+    if not spec.is_split(dim):
+        return unsplit_axes(size), slice(start, stop, step)
+
+    # Elements ahead of a product of axes: the first rank holds them.
+    prefix = axes[0].prefix
+    is_first = spec.is_first(axes)
+    is_of_prefix = prefix and stop <= prefix
+    if is_of_prefix:
+        own_slice = slice(start, stop, step) if is_first else slice(0, 0)
+        return prefix_axes(axes, size), own_slice
+    keeps_the_rest = prefix and start <= prefix and stop == length and step == 1
+    if keeps_the_rest:
+        outer, *inner = axes
+        outer = outer._replace(prefix=prefix - start)
+        own_start = start if is_first else 0
+        return (outer, *inner), slice(own_start, None)
+
+    # One axis: each rank takes what lies in its piece.
+    old_sizes, group = spec.split(dim)
+    sizes = []  # of the selection, on each rank
+    slices = []  # of each rank's part
+    for begin, end in bounds(old_sizes):
+        # The first selected row of the piece: the steps go on from the pieces before it.
+        skipped = (start - begin) % step
+        first = start if start >= begin else begin + skipped
+        last = min(stop, end)
+        selected = range(first, last, step)
+        sizes.append(len(selected))
+        last = max(last, first)
+        slices.append(slice(first - begin, last - begin, step))
+    axis = Axis(size, axes[0].mesh_dim, tuple(sizes))
+    return (axis,), slices[group.rank]
+
+
+def _place(spec, dim, index):
+    """The position of a global index in this rank's piece of a dimension; None if another rank holds it."""
+    axes = spec.dims[dim]
+    prefix = axes[0].prefix if axes else 0
+    is_first = not axes or spec.is_first(axes)
+    if index < prefix:
+        return index if is_first else None
+    # The index in the product of axes has a coordinate along each axis, as a row-major index has along dimensions.
+    # Those in this rank's pieces of the axes give the position in the product of its pieces.
+    index -= prefix
+    place = 0
+    inner = spec.shape[dim] - prefix  # elements of the axes inside of this one
+    for axis in axes:
+        inner //= axis.size
+        coordinate = index // inner % axis.size
+        own_coordinate = coordinate - spec.offset(axis)
+        (own_size,) = spec.local_axes((axis,))
+        if not 0 <= own_coordinate < own_size:
+            return None
+        place = place * own_size + own_coordinate
+    return place + prefix if is_first else place
+
+
+def index_in(x: ShardTensor, dim: int, item: Any) -> tuple:
+    """The index that selects `item` in a dimension of x, and all of the others: x.select(1, 3) is x[:, 3]."""
+    dim = dim % len(x.spec.dims)
+    all_rows = [slice(None)] * dim
+    return (*all_rows, item)
+
+
+@rule(*named("narrow"))
+def narrow(
+    func: Callable,
+    input: ShardTensor,
+    dim: int,
+    start: Any,
+    length: int,
+) -> ShardTensor:
+    """A slice of rows. start may be a tensor with one number."""
+    dim = dim % len(input.spec.dims)
+    size = input.spec.shape[dim]
+    start = int(start)
+    if start < 0:
+        start += size
+    end = start + length
+    if not 0 <= start <= end <= size:
+        raise RuntimeError(f"narrow: rows {start} to {end} of {size}")
+    index = index_in(input, dim, slice(start, end))
+    return getitem(func, input, index)
+
+
+def plan_of_rows(func: Callable, input: ShardTensor, dim: int = 0) -> Plan | None:
+    """All rows of a dimension that every rank has whole."""
+    spec = input.spec
+    dim = dim % len(spec.dims)
+    if spec.is_split(dim):
+        return None
+    before = spec.dims[:dim]
+    behind = spec.dims[dim + 1 :]
+    row = spec.with_dims([*before, *behind])
+    return Plan(func, [row] * spec.shape[dim])
+
+
+@rule(*named("unbind"))
+@planned_else(plan_of_rows)
+def unbind(
+    func: Callable,
+    input: ShardTensor,
+    dim: int = 0,
+) -> tuple[ShardTensor, ...]:
+    """All rows of a split dimension, each without it: partial tensors."""
+    indices = [index_in(input, dim, i) for i in range(input.spec.shape[dim])]
+    return tuple([getitem(func, input, index) for index in indices])
+
+
+def plan_of_pieces(func: Callable, input: ShardTensor, dim: int, ends: Iterable[int]) -> Plan:
+    """Pieces of a dimension; each rank holds its own part of every piece. ends: behind the last row of each piece."""
+    specs = []
+    own_sizes = []
+    for first, last in pairwise([0, *ends]):
+        items = index_items(func, input, index_in(input, dim, slice(first, last)))
+        piece, _ = locate(func, input, items)
+        specs.append(piece)
+        own_sizes.append(piece.local_shape[dim])
+
+    def compute(part: Tensor, *args: Any, **kwargs: Any) -> Sequence[Tensor]:
+        return part.split_with_sizes(own_sizes, dim)
+
+    return Plan(compute, specs)
+
+
+@rule(*named("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"))
+@planned
+def split(
+    func: Callable,
+    tensor: ShardTensor,
+    *args: Any,
+    dim: int = 0,
+    **named_sizes: Any,
+) -> Plan:
+    """Split into pieces of one size, or of some sizes."""
+    # dim may stand among the other arguments, behind the sizes.
+    sizes, dim, *_ = (*args, *named_sizes.values(), dim)
+    dim = dim % len(tensor.spec.dims)
+    size = tensor.spec.shape[dim]
+    if isinstance(sizes, int):
+        starts = range(0, size, sizes)
+        sizes = [min(sizes, size - first) for first in starts] or [0]  # no rows are one empty piece
+    if sum(sizes) != size:
+        raise RuntimeError(f"split: sizes {list(sizes)} do not make up dimension {dim} of {size}")
+    return plan_of_pieces(func, tensor, dim, accumulate(sizes))
+
+
+@rule(*named("tensor_split"))
+@planned
+def tensor_split(
+    func: Callable,
+    input: ShardTensor,
+    *args: Any,
+    dim: int = 0,
+    **named_cuts: Any,
+) -> Plan:
+    """Split into pieces as even as possible, or at given rows."""
+    # dim may stand among the other arguments, behind the cuts.
+    cuts, dim, *_ = (*args, *named_cuts.values(), dim)
+    dim = dim % len(input.spec.dims)
+    size = input.spec.shape[dim]
+    # torch makes the first pieces the longer ones, as shard_sizes does.
+    if isinstance(cuts, int):  # a number of pieces
+        *cuts, _ = accumulate(shard_sizes(size, cuts))
+    return plan_of_pieces(func, input, dim, [*cuts, size])
+
+
+@rule(*named("chunk", "unsafe_chunk"))
+@planned
+def chunk(
+    func: Callable,
+    input: ShardTensor,
+    chunks: int,
+    dim: int = 0,
+) -> Plan:
+    """Split into pieces of one size, of which the last may be shorter."""
+    dim = dim % len(input.spec.dims)
+    size = input.spec.shape[dim]
+    longest = -(-size // chunks)
+    ends = [min(end, size) for end in range(longest, size + longest, longest)] if size else [0] * chunks
+    return plan_of_pieces(func, input, dim, ends)
+
+
+@rule(*named("select"))
+def select(
+    func: Callable,
+    input: ShardTensor,
+    dim: int,
+    index: Any,
+) -> ShardTensor:
+    """One row, without its dimension."""
+    return getitem(func, input, index_in(input, dim, int(index)))
+
+
+@rule(*named("index_select"))
+def index_select(
+    func: Callable,
+    input: ShardTensor,
+    dim: int,
+    index: Tensor,
+) -> ShardTensor:
+    """Some rows, by their indices."""
+    return getitem(func, input, index_in(input, dim, index.reshape(-1)))

@@ -1,0 +1,398 @@
+"""Linear layers and matrix products.
+
+A product sums over the dimensions that its result does not have. If such a dimension is split, each rank sums over its
+part, and the result is partial. A result of images (B, C, ...) that is about as large as a rank's part of them is
+summed up and split along another dimension at once: spherical harmonics would be whole on every rank otherwise. If one
+mesh dimension splits two dimensions, one of them is gathered first.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from distributed.shard.axes import mesh_dims_of, unsplit_axes
+from distributed.shard.operands import (
+    common_spec,
+    global_shape,
+    joint_axes,
+    local_operand,
+    sum_partial,
+    whole_weight,
+)
+from distributed.shard.ops.along import split_again, unshard_dims
+from distributed.shard.plans import Plan, fits_of, fitted, planned_else
+from distributed.shard.spec import Spec, part_of
+from distributed.shard.tensor import (
+    ShardTensor,
+    dispatch,
+    named,
+    no_rule,
+    rule,
+    wrap,
+)
+
+LEAST_OF_A_PART = 4  # a sum that has a quarter of the elements of a rank's part, or more, is split again
+
+
+class Contraction(NamedTuple):
+    """How a product is split: the spec of the result, that which each operand takes, and whether it is split again."""
+
+    out: Spec
+    wanted: list[Spec]
+    is_split_again: bool
+
+
+def contraction(
+    operands: Sequence[Tensor],
+    labels: Sequence[Sequence[str]],
+    result: Sequence[str],
+) -> Contraction:
+    """The split of a function that is linear in each operand. labels, result: as in `contracted`."""
+    parts = []
+    for x, names in zip(operands, labels, strict=True):
+        if isinstance(x, ShardTensor):
+            parts.append((x.spec, names))
+    first_spec, _ = parts[0]
+    mesh = first_spec.mesh
+    partial = first_spec.partial
+
+    # The split of each label, and of the result: partial over what splits the labels that it does not have.
+    sizes = common_sizes(operands, labels)
+    axes = joint_axes(parts, sizes, set(partial))  # {label: axes}
+    summed_axes = [a for name, a in axes.items() if name not in result]
+    summed = mesh_dims_of(*summed_axes)
+    out_partial = tuple(sorted(summed.union(partial)))
+    out_dims = tuple([axes[name] for name in result])
+    out = Spec(mesh, out_dims, out_partial)
+    wanted = []
+    for names in labels:
+        wanted.append(out.with_dims([axes[name] for name in names]))
+
+    # All ranks decide alike, by sizes of whole tensors: of those that are split, and not of tables beside them, which
+    # may be larger (Legendre polynomials of all orders). A transform may leave out the higher degrees.
+    elements = [spec.shape.numel() for spec, _ in parts]
+    elements_of_copies = out.shape.numel() * mesh.joint.size
+    is_of_images = len(result) > 3
+    is_large = LEAST_OF_A_PART * elements_of_copies >= max(elements)
+    return Contraction(out, wanted, bool(summed) and is_of_images and is_large)
+
+
+def plan_of_product(
+    compute: Callable[..., Tensor],
+    operands: Sequence[Tensor],
+    labels: Sequence[Sequence[str]],
+    result: Sequence[str],
+) -> Plan | None:
+    """compute(*operands), each prepared, where that needs no message; the arguments are as in `contracted`."""
+    specs = [x.spec for x in operands if isinstance(x, ShardTensor)]
+    if len(specs) > 1 and any(spec.partial for spec in specs):
+        return None
+    out, wanted, is_split_again = contraction(operands, labels, result)
+    fits = fits_of(operands, wanted, out)
+    return None if fits is None or is_split_again else Plan(fitted(compute, fits), out)
+
+
+def contracted(
+    compute: Callable[..., Tensor],
+    operands: Sequence[Tensor],
+    labels: Sequence[Sequence[str]],
+    result: Sequence[str],
+    bias: Tensor | None = None,
+) -> ShardTensor:
+    """compute(*local operands) as a ShardTensor, for a function that is linear in each of its operands.
+
+    labels: as in an einsum, one label for each dimension of each operand; equal labels mean the same dimension, and
+    size 1 broadcasts. result: labels of the result; what it lacks is summed. bias: over the last dimension of the
+    result, passed as one more argument. Raises RuntimeError where sizes of a label differ.
+    """
+    # A product of two sums is not the sum of the products: only one operand may be partial.
+    split_operands = [x for x in operands if isinstance(x, ShardTensor)]
+    if len(split_operands) > 1:
+        operands = [sum_partial(x) for x in operands]
+    out, wanted, is_split_again = contraction(operands, labels, result)
+
+    # Each operand takes the split of its labels. The result's spec says which ranks use their copies for other parts.
+    arguments = []
+    for x, spec in zip(operands, wanted, strict=True):
+        arguments.append(local_operand(x, spec, out))
+    # The bias is an argument of the function, which adds it to this rank's term.
+    if bias is not None:
+        arguments.append(own_bias(bias, out))
+    product = wrap(compute(*arguments), out)
+    return split_again(product) if is_split_again else product
+
+
+def common_sizes(
+    operands: Sequence[Tensor],
+    labels: Sequence[Sequence[str]],
+) -> dict[str, int]:
+    """The size of each label."""
+    sizes: dict[str, int] = {}
+    for x, names in zip(operands, labels, strict=True):
+        for name, size in zip(names, global_shape(x), strict=True):
+            before = sizes.get(name, 1)
+            broadcasts = 1 in (before, size)
+            if before != size and not broadcasts:
+                raise RuntimeError(f"sizes {before} and {size} of one dimension of a product differ")
+            sizes[name] = size if before == 1 else before
+    return sizes
+
+
+def own_bias(bias: Tensor, out: Spec) -> Tensor:
+    """This rank's part of a bias. For a partial result each rank adds an equal share of it."""
+    # The shares of a partial result add up to one bias.
+    bias = whole_weight(bias, out)
+    if out.is_split(-1):
+        of_features = out.with_dims(out.dims[-1:], ())
+        bias = part_of(bias, of_features)
+    for mesh_dim in out.partial:
+        bias = bias / out.mesh.groups[mesh_dim].size
+    return bias
+
+
+def of_whole_rows(spec: Spec, weight_shape: torch.Size) -> Spec | None:
+    """The split of x @ weight.T for a plain matrix (E, D); None for features that are split, and for other weights."""
+    if spec.is_split(-1) or len(weight_shape) != 2:
+        return None
+    rows = spec.dims[:-1]
+    features = unsplit_axes(weight_shape[0])
+    return spec.with_dims((*rows, features))
+
+
+def plan_of_rows(
+    func: Callable,
+    input: Any,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> Plan | None:
+    """The common case: a plain weight, and features that are whole. Each rank multiplies its rows."""
+    if isinstance(weight, ShardTensor) or isinstance(bias, ShardTensor):
+        return None
+    out = of_whole_rows(input.spec, weight.shape)
+    if out is None:
+        return None
+    if out.copies == 1 and not out.partial:  # the weight is used as it is
+        return Plan(F.linear, out)
+
+    def compute(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        own = None if bias is None else own_bias(bias, out)
+        return F.linear(input, whole_weight(weight, out), own)
+
+    return Plan(compute, out)
+
+
+@rule(F.linear)
+@planned_else(plan_of_rows, takes_tensors=True)
+def linear(
+    func: Callable,
+    input: Any,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> ShardTensor:
+    """(..., D) x (E, D) -> (..., E). If D is split, the result is partial."""
+    if weight.dim() != 2:
+        raise no_rule(func, (input, weight, bias), {}, "the weight must be a matrix")
+    batch = [f"b{i}" for i in range(input.dim() - 1)]
+    return contracted(F.linear, (input, weight), ([*batch, "d"], ["e", "d"]), [*batch, "e"], bias)
+
+
+def labels_of_matmul(input: Tensor, other: Tensor) -> tuple[tuple[list[str], list[str]], list[str]]:
+    """(labels of both operands, labels of the result): n rows, d summed, m columns; vectors lack n or m."""
+    has_rows = input.dim() > 1
+    has_columns = other.dim() > 1
+    first = [*_batch(input), "n", "d"] if has_rows else ["d"]
+    second = [*_batch(other), "d", "m"] if has_columns else ["d"]
+    longer = input if input.dim() > other.dim() else other
+    result = _batch(longer)
+    if has_rows:
+        result.append("n")
+    if has_columns:
+        result.append("m")
+    return (first, second), result
+
+
+def plan_of_matmul(func: Callable, input: Tensor, other: Tensor) -> Plan | None:
+    """A product of parts."""
+    if func.__name__ == "__rmatmul__":
+        return None
+    labels, result = labels_of_matmul(input, other)
+    return plan_of_product(torch.matmul, (input, other), labels, result)
+
+
+@rule(*named("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot"))
+@planned_else(plan_of_matmul, takes_tensors=True)
+def matmul(func: Callable, input: Tensor, other: Tensor) -> ShardTensor:
+    """(..., N, D) x (..., D, M) -> (..., N, M) with broadcast batches; vectors as in torch."""
+    if func.__name__ == "__rmatmul__":
+        input, other = other, input
+    labels, result = labels_of_matmul(input, other)
+    return contracted(torch.matmul, (input, other), labels, result)
+
+
+@rule(torch.cdist)
+def distances(
+    func: Callable,
+    x1: Tensor,
+    x2: Tensor,
+    p: float = 2.0,
+    *args: Any,
+    **kwargs: Any,
+) -> ShardTensor:
+    """Distances of all pairs: (..., N, D) x (..., M, D) -> (..., N, M), where D is made whole."""
+
+    def with_whole_features(x: Tensor) -> Tensor:
+        return unshard_dims(x, (x.dim() - 1,)) if isinstance(x, ShardTensor) else x
+
+    def compute(a: Tensor, b: Tensor) -> Tensor:
+        return torch.cdist(a, b, p, *args, **kwargs)
+
+    x1 = with_whole_features(x1)
+    x2 = with_whole_features(x2)
+    # Rows and columns are apart, and features are whole, so nothing is summed over ranks.
+    labels = (
+        [*_batch(x1), "n", "d"],
+        [*_batch(x2), "m", "d"],
+    )
+    longer = x1 if x1.dim() > x2.dim() else x2
+    batch = _batch(longer)
+    return contracted(compute, (x1, x2), labels, [*batch, "n", "m"])
+
+
+def _batch(x):
+    """Labels of the batch dimensions, numbered from the last one."""
+    count = x.dim() - 2
+    return [f"b{i}" for i in range(count, 0, -1)]
+
+
+@rule(*named("addmm", "baddbmm", "addmv"))
+def add_product(
+    func: Callable,
+    input: Tensor,
+    first: Tensor,
+    second: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> ShardTensor:
+    """The result of beta * input + alpha * first @ second."""
+    if not isinstance(first, ShardTensor) and not isinstance(second, ShardTensor):
+        raise no_rule(func, (input, first, second), {}, "a product of plain tensors")
+    # The rules of addition and product do the rest.
+    product = matmul(torch.matmul, first, second)
+    # A factor of a partial product keeps it partial.
+    if alpha != 1:
+        product = dispatch(torch.mul, product, alpha)
+    if beta == 1:
+        return dispatch(torch.add, product, input)
+    return dispatch(torch.add, product, input, alpha=beta)
+
+
+@rule(*named("outer", "ger"))
+def outer(func: Callable, input: Tensor, vec2: Tensor) -> ShardTensor:
+    """(N,) x (M,) -> (N, M)."""
+    labels = (["n"], ["m"])
+    return contracted(torch.outer, (input, vec2), labels, ["n", "m"])
+
+
+def plan_of_einsum(func: Callable, equation: str, *operands: Any) -> Plan | None:
+    """A contraction of parts as they are."""
+    tensors, labels, result = labels_of_einsum(func, equation, operands)
+    plan = plan_of_product(func, tensors, labels, result)
+    # Operands that take their part of a plain tensor, say, are not as they are.
+    return Plan(func, plan.spec) if plan and plan.compute is func else None
+
+
+@rule(torch.einsum)
+@planned_else(plan_of_einsum, takes_tensors=True)
+def einsum(func: Callable, equation: str, *operands: Any) -> ShardTensor:
+    """Contract by an equation in which no operand repeats a letter."""
+    tensors, labels, result = labels_of_einsum(func, equation, operands)
+
+    def compute(*parts: Tensor) -> Tensor:
+        return torch.einsum(equation, *parts)
+
+    return contracted(compute, tensors, labels, result)
+
+
+def labels_of_einsum(
+    func: Callable,
+    equation: str,
+    operands: Sequence[Any],
+) -> tuple[Sequence[Any], list[list[str]], list[str]]:
+    """(operands, labels of each, labels of the result)."""
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str):
+        raise no_rule(func, operands, {}, "give the equation as a string")
+    left, arrow, right = equation.replace(" ", "").partition("->")  # "bij,bjk->bik"
+    terms = left.split(",")
+    if len(terms) != len(operands):
+        raise RuntimeError(f"einsum: {len(operands)} operands for '{equation}'")
+
+    # Each letter is a label; the dimensions of "..." are numbered from the last one, because they broadcast.
+    counts = []  # of the dimensions that "..." stands for in each term
+    for term, x in zip(terms, operands, strict=True):
+        letters = len(term) - 3
+        count = x.dim() - letters if "..." in term else 0
+        counts.append(count)
+    most = max(counts)
+    dots = [f"b{i}" for i in range(most, 0, -1)]
+    labels = []
+    for term, n in zip(terms, counts, strict=True):
+        of_term = dots[most - n :]
+        names = _letters(term, of_term)
+        repeats_a_letter = len(set(names)) != len(names)
+        if repeats_a_letter:
+            raise no_rule(func, operands, {}, f"a diagonal, '{equation}'")
+        labels.append(names)
+
+    # Without an arrow the result has the letters that stand once, in the order of the alphabet.
+    if not arrow:
+        every = left.replace("...", "").replace(",", "")
+        once = [letter for letter in set(every) if every.count(letter) == 1]
+        ellipsis = "..." if "..." in left else ""
+        right = ellipsis + "".join(sorted(once))
+    return operands, labels, _letters(right, dots)
+
+
+def _letters(term, dots):
+    """The labels of a term. dots: those that its "..." stands for."""
+    before, ellipsis, after = term.partition("...")
+    if not ellipsis:
+        return list(before)
+    return [*before, *dots, *after]
+
+
+@rule(*named("cross"))
+def cross(
+    func: Callable,
+    input: Tensor,
+    other: Tensor,
+    dim: int | None = None,
+) -> ShardTensor:
+    """The cross product of vectors along a dimension of size 3, which every rank has whole."""
+    operands = [sum_partial(input), sum_partial(other)]
+    if dim is None and func is torch.linalg.cross:
+        dim = -1
+    elif dim is None:
+        shape = list(global_shape(input))
+        if 3 not in shape:
+            raise RuntimeError(f"cross: no dimension of {tuple(shape)} has size 3")
+        dim = shape.index(3)
+    # The dimension is counted from the end, since the operands may have unlike numbers of dimensions.
+    most_dims = max(x.dim() for x in operands)
+    from_end = dim if dim < 0 else dim - most_dims
+    # The product of a vector needs all three numbers.
+    vectors: list[Tensor] = []
+    for x in operands:
+        if isinstance(x, ShardTensor):
+            x = unshard_dims(x, (x.dim() + from_end,))
+        vectors.append(x)  # (..., 3, ...)
+    # The vectors broadcast against each other.
+    spec = common_spec(vectors)
+    parts = [local_operand(x, spec) for x in vectors]
+    product = torch.linalg.cross(*parts, dim=from_end)
+    return wrap(product, spec)
