@@ -85,7 +85,7 @@ def write_safetensors(
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     # The header names type, shape and place of every tensor.
     header: dict[str, Any] = {"__metadata__": metadata}
-    contents = []
+    contents: list[bytes | memoryview] = []
     end = 0
     for name in names:
         tensor = tensors[name]
