@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import time
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,13 +15,13 @@ import pytest
 import torch
 
 import benchmark
-from tests.support import programs
+from tests.support import forked, programs
 from tests.support.launch import popen, wait_until
 from tests.support.refusals import refusal
 from tools.benchmarks import cases, layout_pictures, layouts
 from tools.benchmarks.layouts import INDEPENDENT, ONE, STRATEGIES, domain_cases, layout_cases
 from tools.instruments.counting import Collective
-from tools.instruments.pool import is_out_of_memory
+from tools.instruments.pool import Pool, RanksFailed, is_out_of_memory
 from tools.instruments.step_phases import phases_of
 from tools.instruments.team import Teams
 from tools.instruments.tracker import Tracker, by_phase
@@ -39,6 +40,7 @@ LAYOUTS = [
 ]  # fmt: skip
 FEW = ["tp2,sequence_parallel", "cp2,cp_method=all_to_all", "pp2"]
 WIDTH = 32
+LONG = 1000  # bytes of an answer
 DOMAIN = ["--embed_dim=32", "--depth=2", "--patch_size=4", "--num_classes=1000", *COMMON]
 DOMAINS = [*layouts.DOMAINS, "domain2,amp_mode=bf16"]
 
@@ -325,3 +327,21 @@ def test_the_older_ways_of_the_chapter_run():
     assert done.returncode == 0, done.stderr
     printed = done.stdout
     assert printed.count("same output True") == 2 and "place 1, cpu: blocks [3, 4, 5]" in printed
+
+
+def killed_while_it_answers(_):
+    send = Connection._send
+
+    def send_in_part(pipe, message):
+        send(pipe, bytes(message)[:LONG])
+        if len(message) > LONG:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Connection._send = send_in_part
+    return bytes(100 * LONG)
+
+
+def test_a_rank_that_is_killed_while_it_answers_is_named():
+    with Pool(forked.context()) as pool, pytest.raises(RanksFailed) as failed:
+        pool.call(1, killed_while_it_answers)
+    assert str(failed.value.failures[0]) == "rank 0 of 1 has ended (out of memory?)"

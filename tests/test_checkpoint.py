@@ -214,7 +214,7 @@ def full_disk(*_args, **_kwargs):
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("name", ["folder.whole_file", "files.write_and_hash"])
+@pytest.mark.parametrize("name", ["folder.whole_file", "files.write_safetensors"])
 @pytest.mark.parametrize("wait", [True, False], ids=["at once", "in the background"])
 def test_a_full_disk_is_an_oserror_and_leaves_the_checkpoint_before(folder, monkeypatch, name, wait):
     save(folder, 1)

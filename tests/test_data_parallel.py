@@ -21,6 +21,7 @@ from tests.support.layout_parity import (
 )
 from tests.support.marks import slow_but, slow_rows_but
 from tests.support.refusals import refusal
+from training.assembly import random_batch
 from training.checkpoints.state import collect_state, restore_state
 from training.models.build import build_model, initial_weights
 from training.tasks import build_task
@@ -224,6 +225,19 @@ def test_gradients_are_reduced_once_a_step(ranks, tiny_config, accumulation):
     assert sent == {"all_gather": size * accumulation, "reduce_scatter": size // 2}
     calls, sent = counted("zero2")
     assert calls == {"all_gather": units * (1 if accumulation == 1 else accumulation), "reduce_scatter": units}
+
+
+def random_batch_of_rank(config):
+    comm.build_mesh(CPU, config.layout(comm.world_size()))
+    return random_batch(build_task(config), CPU)[0]
+
+
+def test_ranks_share_every_micro_batch_of_a_random_batch_as_their_loaders_do(ranks, tiny_config):
+    config = tiny_config(**PARITY | {"gradient_accumulation": 3})
+    whole, _ = build_task(config).random_batch(torch.Generator().manual_seed(config.seed))
+    of_ranks = [x.chunk(3) for x in ranks(2, random_batch_of_rank, config)]
+    for micro_batch, parts in zip(whole.chunk(3), zip(*of_ranks, strict=True), strict=True):
+        assert torch.equal(micro_batch, torch.cat(parts))
 
 
 def test_smaller_buckets_are_more_reductions_of_the_same_bytes(ranks, tiny_config):

@@ -24,8 +24,8 @@ from tests.support.refusals import refusal
 from tests.test_forecast import no_pictures
 from tools.forecasting import skill_report
 from tools.forecasting.dated_frames import run_config
-from tools.forecasting.ensembles import LeadTimeEnsembles
 from tools.forecasting.forecast_file import ForecastFile
+from tools.forecasting.scores import LeadTimeEnsembles
 from training.forecasting.metrics import latitude_weights
 from training.forecasting.rollout import Rollout
 from weather.convert.climate_quantiles import QUANTILES

@@ -182,14 +182,14 @@ def test_the_second_of_two_runs_in_one_folder_is_refused_and_the_first_goes_on(t
 def test_a_checkpoint_that_cannot_be_written_is_told_soon_with_what_is_whole_and_what_to_do(
     tiny_options, tmp_path, monkeypatch, error, remedy
 ):
-    write = checkpoint_files.write_and_hash
+    write = checkpoint_files.write_safetensors
 
-    def fail_at_the_second(path, contents):
+    def fail_at_the_second(path, *contents):
         if "iter-00000100" in str(path):
             raise OSError(*error)
-        return write(path, contents)
+        return write(path, *contents)
 
-    monkeypatch.setattr(checkpoint_files, "write_and_hash", fail_at_the_second)
+    monkeypatch.setattr(checkpoint_files, "write_safetensors", fail_at_the_second)
     whole = "iter-00000050"
     line = rf"iter-00000100: the checkpoint could not be written: .*{error[1]}: {remedy}, and repeat .* {whole}"
     with refusal(line):

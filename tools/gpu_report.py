@@ -20,12 +20,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tools.commands import started
 from tools.planner.compare import planned_figures, read_figures
 from tools.planner.hardware import Gpu, gpu_called, load_gpu
 from tools.planner.search import Request
@@ -115,28 +115,16 @@ def run_command(
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
     env = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
     folder = ROOT if name == "tests" else work
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            shlex.split(command),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=env,
-            cwd=folder,
-            start_new_session=True,
-        )
-    try:
+    with (
+        log.open("wb") as output,
+        started(
+            shlex.split(command), GRACE_SECONDS, stdout=output, stderr=subprocess.STDOUT, env=env, cwd=folder
+        ) as process,
+    ):
         while process.poll() is None and time.monotonic() < end and not saved:
             saved = name == STOPPED and SAVED in log.read_text(errors="replace")
             time.sleep(POLL_SECONDS)
         running = process.poll() is None and not saved
-    finally:  # end it, and the rest of its group
-        with suppress(subprocess.TimeoutExpired):
-            process.terminate()
-            process.wait(GRACE_SECONDS)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
     lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
     if running:
         return OUT_OF_TIME, lines[-1]

@@ -46,35 +46,26 @@ def format_table(
 
     words: titles of further columns that hold words, as the first one does.
     """
-    cells = []
+    cells = [list(columns)]
     for row in rows:
         texts = []
         for value, spec in zip(row, columns.values(), strict=True):
             text = "-" if value is None else format(value, spec)
             texts.append(text)
         cells.append(texts)
-    # Each column is as wide as its widest cell.
-    widths = []
-    for column in zip(columns, *cells, strict=True):
-        widths.append(max(map(len, column)))
-
     # Markdown aligns a column by the colon in the rule. The first column names the rows, the others hold numbers.
-    is_words = [place == 0 or title in words for place, title in enumerate(columns)]
-    rule = []
-    for left, width in zip(is_words, widths, strict=True):
-        rule.append("-" * (width + 1) + ("-" if left else ":"))
-    lines = [_table_line(columns, widths, is_words), f"|{'|'.join(rule)}|"]
-    for texts in cells:
-        lines.append(_table_line(texts, widths, is_words))
-    return "\n".join(lines)
-
-
-def _table_line(texts: Iterable[str], widths: Sequence[int], is_words: Sequence[bool]) -> str:
     padded = []
-    for word, width, left in zip(texts, widths, is_words, strict=True):
-        text = word.ljust(width) if left else word.rjust(width)
-        padded.append(text)
-    return f"| {' | '.join(padded)} |"
+    rule = []
+    for place, column in enumerate(zip(*cells, strict=True)):
+        width = max(map(len, column))  # of its widest cell
+        if place == 0 or column[0] in words:
+            padded.append([text.ljust(width) for text in column])
+            rule.append("-" * (width + 2))
+        else:
+            padded.append([text.rjust(width) for text in column])
+            rule.append("-" * (width + 1) + ":")
+    header, *lines = [f"| {' | '.join(texts)} |" for texts in zip(*padded, strict=True)]
+    return "\n".join([header, f"|{'|'.join(rule)}|", *lines])
 
 
 def format_tables(command: str, *rows: Iterable[Mapping[str, Any]]) -> str:

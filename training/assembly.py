@@ -74,18 +74,5 @@ def build_step(config: Config, device: torch.device, where: str = "") -> Trainin
 
 def random_batch(task: Task, device: torch.device) -> tuple[Tensor, Tensor]:
     """This rank's part of a batch of random numbers: inputs, and targets as the task has them."""
-    config = task.config
-    x, y = task.random_batch(torch.Generator().manual_seed(config.seed))
-    own_samples = slice(comm.get_rank("dp"), None, comm.get_size("dp"))
-    # One slice for each axis of an image.
-    window = task.own_window()
-
-    def part(whole: Tensor) -> Tensor:
-        # Images are cut along their axes too; a target may be a class for each sample.
-        own = whole[own_samples]
-        is_image = whole.dim() == 2 + len(window)
-        if is_image:
-            own = own[(slice(None), slice(None), *window)]
-        return own.to(device).clone()
-
-    return part(x), part(y)
+    x, y = task.random_batch(torch.Generator().manual_seed(task.config.seed))
+    return task.own_part(x).to(device), task.own_part(y).to(device)

@@ -30,6 +30,7 @@ from tests.support.layout_faults import (
 )
 from tools.layout_check import recording, saving
 from training.step import step
+from training.tasks import Task
 from utils import comm
 
 GATHER = METHODS["gather"]
@@ -290,7 +291,7 @@ MORE_FAULTS = {
         patched("distributed.shard.ops.writing.dispatch", other_points), "domain2",
         "forward pass", r"^mix$", r"what the model computes in front of this Conv2d", WRITES),
     "domain: another part of the image": Fault(
-        instead(recording, "own_part", other_rows), "domain2",
+        instead(Task, "own_part", other_rows), "domain2",
         "batch", r"input", r"^rank 1 alone: .* part of the image"),
     "dp: targets of other samples": Fault(
         exchanged_targets, "dp2", "batch", r"target", r"^rank 1 alone: other samples"),

@@ -5,7 +5,6 @@ import hashlib
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor
 from tools.instruments.pool import Process
 from tools.instruments.team import Case, use_mesh
 from tools.layout_check.parts import part_of_rank
-from tools.layout_check.recording import drop_rounding, members_of, own_part
+from tools.layout_check.recording import drop_rounding, evaluate, random_batches
 from tools.layout_check.saving import load_state, save_state
 from tools.layout_check.wide import build_wide_step, quick_compilation, wide_casts
 from tools.planner.trace import observe_step
@@ -26,7 +25,6 @@ from training.checkpoints.folder import CheckpointFolder
 from training.step.step import TrainingStep
 from utils import agreement, comm
 from utils.errors import UsageError
-from utils.schema import count_forcings
 
 STEPS = 4
 HALF = STEPS // 2  # after which a composition that is resumed is stopped
@@ -114,7 +112,7 @@ def train(rank: Process, trial: Trial) -> Outcome:
     losses = []
     norms = []
     batch = None
-    for i, batch in batches(step, trial.start, trial.stop):
+    for i, batch in enumerate(random_batches(step, trial.start, trial.stop), trial.start):
         try:
             output = step(i, *batch, log_norm=True)
         except UsageError as refusal:
@@ -151,39 +149,15 @@ def checkpoints(rank: Process, trial: Trial) -> CheckpointFolder | None:
     return rank.kept[key]
 
 
-def batches(
-    step: TrainingStep,
-    start: int,
-    stop: int,
-) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-    """(iteration, this rank's part of its batch); the batch is the same in every layout."""
-    config = step.config
-    random = torch.Generator().manual_seed(config.seed)
-    for i in range(stop):
-        x, y = step.task.random_batch(random)
-        # Batches of earlier steps are drawn too, so that a resumed run meets the ones that it would have met.
-        if i < start:
-            continue
-        steps = [steps for first, steps in config.rollout_stages if first <= i][-1]
-        if step.task.forecasts:  # a forecast of fewer steps has fewer targets, and fewer forcings
-            fixed, timed = count_forcings(config.forcings)
-            x = x[:, : config.state_channels + fixed + steps * timed]
-            y = y[:, : steps * config.n_out_channels]
-        yield i, (own_part(x, step), own_part(y, step))
-
-
 @torch.no_grad()
 def validate(step: TrainingStep, x: Tensor, y: Tensor) -> float:
     """The loss of a prediction of one step in evaluation, with averaged weights where there are any."""
-    config, parallel = step.config, step.parallel
-    parallel.share_buffers()
-    parallel.model.eval()
+    prediction = evaluate(step, x)
     if step.task.forecasts:
-        x, y = x[:, : config.model_in_channels], y[:, : config.n_out_channels]
-    with step.autocast(), step.best_weights():
-        prediction = parallel.predict(*members_of(step, x))
+        y = y[:, : step.config.n_out_channels]
+    with step.autocast():
         loss = step.task.loss(prediction, y, comm.get_group("image"))
-    parallel.model.train()
+    step.parallel.model.train()
     return (comm.all_reduce(loss.double()) / comm.world_size()).item()
 
 

@@ -4,23 +4,22 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from exercises.check import is_empty
+from tools.commands import ROOT, started
 from tools.course.bounded import ALL
 from tools.tables import format_table
 from utils.errors import UsageError
 
-ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"(\d\d)_\w+\.py")
 RIGHT, UNTOUCHED, EMPTY = "right", "untouched", "empty"
 MOST_BYTES = 2**20  # of an answer, which has a hundredth of that
@@ -135,33 +134,20 @@ def check_answer(answer: Answer, seed: int, bounds: Bounds) -> Result:
             "OMP_NUM_THREADS": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        process = subprocess.Popen(
-            [*bounded, *check],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        try:
-            said, complaint = process.communicate(timeout=bounds.seconds)
-        except subprocess.TimeoutExpired:
-            said, complaint = "", f"not done after {bounds.seconds} s"
-        finally:
-            _end_all(process)
+        pipes: dict[str, Any] = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+            "errors": "replace",
+        }
+        with started([*bounded, *check], cwd=folder, env=environment, **pipes) as process:
+            try:
+                said, complaint = process.communicate(timeout=bounds.seconds)
+            except subprocess.TimeoutExpired:
+                said, complaint = "", f"not done after {bounds.seconds} s"
         marked = scratch / "taken.json"
         taken = json.loads(marked.read_text()) if marked.exists() else []
     return Result(answer, reason_of(process.returncode, said, complaint), taken)
-
-
-def _end_all(process):
-    """End the process and what it has started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def reason_of(status: int, said: str, complaint: str) -> str:

@@ -6,7 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tools.commands import ROOT, started
+
 PAGE = ROOT / "docs/teaching.md"
 BEGINNINGS = ("python ", "torchrun ")  # of commands that need no cluster
 
@@ -39,14 +40,10 @@ def seconds_of(command: str, limit: float) -> float | None:
     # The commands say `python`, which is that of this environment.
     environment_path = Path(sys.executable).parent
     began = time.monotonic()
-    try:
-        done = subprocess.run(
-            ["bash", "-c", f'PATH="{environment_path}:$PATH" {command}'],
-            cwd=ROOT,
-            timeout=limit,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-    except subprocess.TimeoutExpired:
-        return None
-    return time.monotonic() - began if done.returncode == 0 else None
+    words = ["bash", "-c", f'PATH="{environment_path}:$PATH" {command}']
+    with started(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return None
+        return time.monotonic() - began if status == 0 else None

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from tools.forecasting.ensembles import ensemble_table
 from tools.forecasting.output_files import SKILL, file_name
-from tools.forecasting.rollout import Result
-from tools.forecasting.shown_channel import Plume
+from tools.forecasting.rollout import Plume, Result
+from tools.forecasting.scores import ensemble_table
 from tools.forecasting.spectra import spread
 from tools.pictures import save
 from tools.tables import format_table

@@ -163,7 +163,7 @@ class Pool(AbstractContextManager):
                 rank = waiting.pop(pipe)
                 try:
                     answers[rank] = pickle.loads(pipe.recv_bytes())
-                except (EOFError, ConnectionError):
+                except (EOFError, OSError):  # the end of the process, be it in the middle of an answer
                     # The pipe may close before the process has its exit code.
                     processes[rank].join(1)
                     answers[rank] = _ended(f"rank {rank} of {size}", processes[rank].exitcode)

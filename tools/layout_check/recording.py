@@ -1,8 +1,8 @@
 """Record what a rank computes in some training steps: outputs of modules, losses, gradients, weights, buffers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,13 @@ from tools.layout_check.parts import (
     part_of_rank,
 )
 from tools.layout_check.recorder import recorded
-from tools.layout_check.saving import state_of, why_not_saved
+from tools.layout_check.saving import why_not_saved
 from tools.layout_check.wide import build_wide_step, wide_casts
+from training.checkpoints.run_state import collect_tensors
 from training.forecasting.ensemble import repeat_members, training_noise
 from training.step.step import TrainingStep
 from utils import comm
-from utils.sample_order import own_positions
-from utils.schema import Config
+from utils.schema import Config, count_forcings
 
 
 class Training(NamedTuple):
@@ -86,13 +86,7 @@ def _record(config, device, read_data, folder):
     for name, buffer in model.named_buffers():
         found[BUFFERS, name] = part_of_rank(buffer)
 
-    # Evaluate.
-    step.parallel.share_buffers()  # as before a validation, or a checkpoint
-    model.eval()
-    with torch.no_grad():
-        images = x[:, : config.model_in_channels]  # without forcings, (B, C, h, w)
-        output = step.parallel.predict(*members_of(step, images))
-    found[EVALUATION, "output"] = part_of_rank(output)
+    found[EVALUATION, "output"] = part_of_rank(evaluate(step, x))
 
     # Save the state and read it back.
     unsaved = ""
@@ -133,7 +127,7 @@ def drop_rounding(model: nn.Module) -> None:
 
 def state(step: TrainingStep) -> Record:
     """Weights, buffers and moments, as a checkpoint has them."""
-    tensors = state_of(step)
+    tensors = collect_tensors(step)
     specs = step.parallel.split.specs
     found = Record()
     for name, value in tensors["model"].items():
@@ -147,14 +141,24 @@ def state(step: TrainingStep) -> Record:
     return found
 
 
-def random_batches(step: TrainingStep) -> Iterable[tuple[Tensor, ...]]:
-    """This rank's part of random batches, (input, target) of each step."""
-    random = torch.Generator().manual_seed(step.config.seed)
-    for _ in range(STEPS):
-        yield tuple(own_part(whole, step) for whole in step.task.random_batch(random))
+def random_batches(step: TrainingStep, start: int = 0, stop: int = STEPS) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's part of random batches, (input, target) of each step; they are the same in every layout."""
+    config, task = step.config, step.task
+    random = torch.Generator().manual_seed(config.seed)
+    for i in range(stop):
+        x, y = task.random_batch(random)
+        # Batches of earlier steps are drawn too, so that a resumed run meets the ones that it would have met.
+        if i < start:
+            continue
+        steps = [steps for first, steps in config.rollout_stages if first <= i][-1]
+        if task.forecasts:  # a forecast of fewer steps has fewer targets, and fewer forcings
+            fixed, timed = count_forcings(config.forcings)
+            x = x[:, : config.state_channels + fixed + steps * timed]
+            y = y[:, : steps * config.n_out_channels]
+        yield task.own_part(x).to(step.device), task.own_part(y).to(step.device)
 
 
-def read_batches(step: TrainingStep) -> Iterable[tuple[Tensor, ...]]:
+def read_batches(step: TrainingStep) -> Iterator[tuple[Tensor, ...]]:
     """Batches of this rank's loader, (input, target) of each step, in the default dtype."""
     loader, valid_loader = step.task.build_loaders(step.device)
     valid_loader.close()  # validation data are not compared
@@ -168,25 +172,23 @@ def read_batches(step: TrainingStep) -> Iterable[tuple[Tensor, ...]]:
     loader.close()
 
 
-def own_part(whole: Tensor, step: TrainingStep) -> Tensor:
-    """This rank's part of a global batch, (B, ...): its samples, and its part of images."""
-    window = step.task.own_window()
-    micro_batches = step.config.gradient_accumulation
-    own = own_positions(len(whole), comm.get_rank("dp"), comm.get_size("dp"), micro_batches)
-    part = whole[own]
-    is_image = part.dim() == 2 + len(window)  # (B, C, h, w), not a label of each sample
-    if is_image:
-        part = part[(slice(None), slice(None), *window)]
-    return part.to(step.device).clone()
+@torch.no_grad()
+def evaluate(step: TrainingStep, x: Tensor) -> Tensor:
+    """The prediction of one step in evaluation, of an ensemble by this rank's members, with noise of their own.
 
-
-def members_of(step: TrainingStep, images: Tensor) -> tuple[Any, ...]:
-    """What `predict` takes for one step from images: of an ensemble this rank's members, with noise of their own."""
-    config = step.config
-    if config.ensemble_size == 1:
-        return images, config.n_out_channels
-    noise = training_noise(config, 0, 1, images)  # (B, m, 1, K)
-    return repeat_members(images, noise.shape[1]), config.n_out_channels, noise.flatten(0, 2)
+    The weights are the averaged ones where there are any. x: a batch's inputs, with forcings of more steps.
+    """
+    config, parallel = step.config, step.parallel
+    parallel.share_buffers()  # as before a validation, or a checkpoint
+    parallel.model.eval()
+    images = x[:, : config.model_in_channels]  # (B, C, h, w)
+    noise: list[Tensor] = []
+    if config.ensemble_size > 1:
+        of_members = training_noise(config, 0, 1, images)  # (B, m, 1, K)
+        images = repeat_members(images, of_members.shape[1])
+        noise = [of_members.flatten(0, 2)]
+    with step.autocast(), step.best_weights():
+        return parallel.predict(images, config.n_out_channels, *noise)
 
 
 def weights(step: TrainingStep, stage: str) -> Record:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from distributed.weight_shards import global_view, take_parts
+from distributed.weight_shards import global_view
 from training.checkpoints.folder import CheckpointFolder
-from training.checkpoints.model_state import collect_extra
-from training.checkpoints.state import State, collect_state, restore_state
+from training.checkpoints.run_state import collect_named_state, collect_tensors, restore_tensors
+from training.checkpoints.state import State
 from training.step.step import TrainingStep
 from utils.errors import first_line
 
@@ -19,29 +19,18 @@ def save_state(step: TrainingStep, folder: CheckpointFolder, iteration: int) -> 
     """Save weights, buffers, moments and averages of a training, on all its ranks together."""
     # Each data-parallel rank has running statistics of its own; a checkpoint holds those of the first one.
     step.parallel.share_buffers()
-    view = global_view(state_of(step), step.parallel.split)
-    folder.save(iteration, storable(view), {"extra": collect_extra(step.parallel.model)}, wait=True)
+    view = global_view(collect_tensors(step), step.parallel.split)
+    folder.save(iteration, storable(view), collect_named_state(step.parallel.model), wait=True)
 
 
-def load_state(step: TrainingStep, folder: CheckpointFolder) -> int:
-    """Read the newest state of a folder into a training, in any layout; returns its iteration."""
-    tensors, split = state_of(step), step.parallel.split
-    view = global_view(tensors, split)
+def load_state(step: TrainingStep, folder: CheckpointFolder) -> None:
+    """Read the newest state of a folder into a training, in any layout."""
+    tensors = collect_tensors(step)
+    view = global_view(tensors, step.parallel.split)
     marker = folder.load_newest(storable(view))
     # Every caller has saved a state before.
     assert marker is not None
-    # Tensors that the domain ranks split were gathered for the view, so each rank takes its part of what was read.
-    take_parts(tensors, view, split)
-    restore_state(tensors, step.parallel.model, step.optimizer, extra=marker["trainer"]["extra"])
-    return marker["iteration"]
-
-
-def state_of(step: TrainingStep) -> State:
-    """The tensors of a training that a checkpoint holds, but random numbers: ranks of layouts have their own."""
-    tensors = collect_state(step.parallel.model, step.optimizer)
-    if step.average:
-        tensors["ema"] = step.average.weights
-    return tensors | {"random": {}}
+    restore_tensors(step, tensors, view, marker)
 
 
 def storable(view: State) -> State:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +78,14 @@ def write_safetensors(
 
     Returns size and XXH3 of what was to be written. The hash is that of the tensors in memory, and the file is not read
     back: what a disk or its driver garbles is found when the file is next read, by its hash. (The writer of the
-    safetensors library tells no hash, and the file would be read for it.)
+    safetensors library tells no hash, refuses weights that share memory in part, and hides the number of an error.)
     Raises OSError where the disk refuses, ValueError for a dtype that the format does not have.
     """
     # Large numbers first, so that each tensor begins at a multiple of its element's size.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     # The header names type, shape and place of every tensor.
     header: dict[str, Any] = {"__metadata__": metadata}
-    contents = []
+    contents: list[bytes | memoryview] = []
     end = 0
     for name in names:
         tensor = tensors[name]
@@ -102,19 +102,9 @@ def write_safetensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of eight bytes
     length = len(text).to_bytes(8, "little")
-    return write_and_hash(path, [length + text, *contents])
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, which is not copied."""
-    return tensor.detach().view(-1).view(torch.uint8).numpy().data
-
-
-def write_and_hash(path: Path, contents: Sequence[bytes | memoryview]) -> dict[str, Any]:
-    """Write contents, one after the other, safely to disk. Returns their size and XXH3. Raises OSError."""
     computed = HASHES[HASH]()
     with open(path, "wb") as file:
-        for content in contents:
+        for content in [length + text, *contents]:
             computed.update(content)
             file.write(content)
         # The content must be on the disk before the marker says so.
@@ -122,6 +112,11 @@ def write_and_hash(path: Path, contents: Sequence[bytes | memoryview]) -> dict[s
         os.fsync(file.fileno())
         size = os.fstat(file.fileno()).st_size
     return {"bytes": size, HASH: computed.hexdigest()}
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, which is not copied."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def describe(path: Path, algorithm: str = HASH) -> dict[str, Any]:

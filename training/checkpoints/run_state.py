@@ -5,10 +5,11 @@ from typing import Any
 
 from torch import nn
 
+from distributed.weight_shards import take_parts
 from training.checkpoints.external_weights import is_external, load_external_weights, match_weights
-from training.checkpoints.files import config_of
+from training.checkpoints.files import Marker, config_of
 from training.checkpoints.model_state import collect_extra, later_names
-from training.checkpoints.state import State, collect_state
+from training.checkpoints.state import State, collect_state, restore_state
 from training.checkpoints.trained_weights import find, load_weights_into
 from training.step.step import TrainingStep
 from utils import agreement, comm
@@ -23,6 +24,18 @@ def collect_tensors(step: TrainingStep) -> State:
     if step.average:
         tensors |= {"ema": step.average.weights}
     return tensors
+
+
+def restore_tensors(step: TrainingStep, tensors: State, view: State, marker: Marker) -> None:
+    """Put a checkpoint back into a step. tensors: of collect_tensors; view: their global view, into which it was read.
+
+    marker: of the checkpoint.
+    """
+    # Tensors that the domain ranks split were gathered for the view, so each rank takes its part of what was read.
+    take_parts(tensors, view, step.parallel.split)
+    restored = tensors | {"random": view["random"]}
+    extra = marker["trainer"].get("extra")
+    restore_state(restored, step.parallel.model, step.optimizer, step.streams, extra)
 
 
 def collect_named_state(model: nn.Module) -> dict[str, Any]:

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from training.forecasting.crps import crps_of_points
-from training.forecasting.metrics import latitude_weights
-from utils import comm
+from training.forecasting.metrics import FieldMetrics
 from weather.convert.climate_quantiles import QUANTILES
 
 
@@ -40,25 +39,19 @@ class EnsembleScores(NamedTuple):
     brier: Tensor
 
 
-class EnsembleMetrics:
-    """Collects the scores of normalised ensembles, sample by sample, on the device; `compute` gives their means.
+class EnsembleMetrics(FieldMetrics):
+    """Collects the scores of normalised ensembles; `compute` gives their means.
 
-    latitude: (H,) degrees. stds: (C, 1, 1), to give scores in physical units. climatology: (C, H, W), normalised, on
-    the device of the forecasts. thresholds: of events, the QUANTILES of each point's climate, (Q, C, H, W), likewise;
-    None: those of the climatology's map.
+    Arguments as of FieldMetrics. thresholds: of events, the QUANTILES of each point's climate, (Q, C, H, W), in the
+    form and on the device of the forecasts; None: those of the climatology's map.
     """
 
     def __init__(self, latitude: np.ndarray, stds: Tensor, climatology: Tensor, thresholds: Tensor | None = None):
-        weights = torch.from_numpy(latitude_weights(latitude)).to(torch.float32)
-        points = len(weights) * climatology.shape[-1]
-        # The weights of all points add up to 1.
-        self.weights = (weights / points)[:, None].to(climatology.device)  # (H, 1)
-        self.stds = stds.flatten().double().cpu()  # (C,)
+        super().__init__(latitude, stds, climatology)
         if thresholds is None:
             of_maps = quantiles_of_maps(climatology)  # (C, Q)
             thresholds = of_maps.T[:, :, None, None]
         self.thresholds = thresholds  # (Q, C, H, W), or (Q, C, 1, 1)
-        self.means: dict[str, list[Tensor]] = {"crps": [], "square": [], "variance": [], "ranks": [], "brier": []}
         self.members = 1
 
     @torch.no_grad()
@@ -68,11 +61,11 @@ class EnsembleMetrics:
         target = target.float()
         self.members = members.shape[1]
         crps = crps_of_points(members.flatten(2), target.flatten(1), alpha=1).view_as(target)
-        self.means["crps"].append(self._mean(crps))  # (B, C)
+        self.means["crps"].append(self.mean_of_points(crps))  # (B, C)
         error = members.mean(1) - target
-        self.means["square"].append(self._mean(error.square()))
+        self.means["square"].append(self.mean_of_points(error.square()))
         variance = members.var(1) if self.members > 1 else torch.zeros_like(target)
-        self.means["variance"].append(self._mean(variance))
+        self.means["variance"].append(self.mean_of_points(variance))
         # Nothing is known of a point that is NaN, but a comparison with NaN is false, as if an event had not happened.
         unknown = members.isnan().any(1) | target.isnan()  # (B, C, H, W)
         self.means["ranks"].append(self._ranks(members, target, unknown))
@@ -80,9 +73,7 @@ class EnsembleMetrics:
 
     def compute(self) -> EnsembleScores:
         """The means over all samples of all ranks, which call this together."""
-        means = {}
-        for name, values in self.means.items():
-            means[name] = comm.global_mean(torch.cat(values)).cpu()
+        means = self.global_means()
         rmse = means["square"].sqrt()
         spread = means["variance"].sqrt()
         widened = spread * ((self.members + 1) / self.members) ** 0.5
@@ -94,10 +85,6 @@ class EnsembleMetrics:
             rank_histogram=means["ranks"],
             brier=means["brier"],
         )
-
-    def _mean(self, values: Tensor) -> Tensor:
-        """Mean over the points, by area: (B, C, H, W) -> (B, C)."""
-        return (values * self.weights).sum((-2, -1))
 
     def _ranks(self, members: Tensor, target: Tensor, unknown: Tensor) -> Tensor:
         """The share of the area with each rank of the truth among the members, (B, C, M + 1).
@@ -112,7 +99,7 @@ class EnsembleMetrics:
         shares = []
         for rank in range(self.members + 1):
             is_possible = (below <= rank) & (rank <= below + equal)
-            shares.append(self._mean(is_possible * part))
+            shares.append(self.mean_of_points(is_possible * part))
         return torch.stack(shares, -1)
 
     def _brier(self, members: Tensor, target: Tensor, unknown: Tensor) -> Tensor:
@@ -127,7 +114,7 @@ class EnsembleMetrics:
                 # A share of few members is apart from the probability by chance alone.
                 score = score - hits * (count - hits) / (count**2 * (count - 1))
             score = score.masked_fill(unknown, torch.nan)
-            scores.append(self._mean(score))
+            scores.append(self.mean_of_points(score))
         return torch.stack(scores, -1)
 
 

@@ -6,8 +6,9 @@ the climatology, is computed for each sample and averaged. Persistence forecasts
 time mean of the training years.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,11 +43,11 @@ def normalised_climatology(statistics: Sequence[np.ndarray], device: torch.devic
     return ((time_means - means) / stds).to(device)
 
 
-class ForecastMetrics:
-    """Collects errors of normalised forecasts, sample by sample, on the device; `compute` gives one value a channel.
+class FieldMetrics:
+    """Collects means over the points of normalised fields, sample by sample, on the device of the fields.
 
-    latitude: (H,) degrees. stds: (C, 1, 1), to give RMSE in physical units.
-    climatology: (C, H, W), normalised, on the device of the forecasts.
+    latitude: (H,) degrees. stds: (C, 1, 1), to give scores in physical units. climatology: (C, H, W), normalised, on
+    the device of the forecasts.
     """
 
     def __init__(self, latitude: np.ndarray, stds: Tensor, climatology: Tensor):
@@ -54,39 +55,51 @@ class ForecastMetrics:
         points = len(weights) * climatology.shape[-1]
         # The weights of all points add up to 1.
         self.weights = (weights / points)[:, None].to(climatology.device)  # (H, 1)
-        self.stds = stds.flatten().cpu()  # (C,)
+        self.stds = stds.flatten().double().cpu()  # (C,)
         self.climatology = climatology
-        self.squared_errors: list[Tensor] = []  # of each batch, (B, C)
-        self.correlations: list[Tensor] = []  # of each batch, (B, C)
+        self.means = defaultdict[str, list[Tensor]](list)  # of each batch, (B, C, ...)
+
+    def global_means(self) -> dict[str, Tensor]:
+        """The means over all samples of all ranks, which call this together, (C, ...) float64 on the CPU."""
+        return {name: comm.global_mean(torch.cat(values)).cpu() for name, values in self.means.items()}
+
+    def mean_of_points(self, values: Tensor) -> Tensor:
+        """Mean over the points, by area: (B, C, H, W) -> (B, C)."""
+        return (values * self.weights).sum((-2, -1))
+
+
+class ForecastScores(NamedTuple):
+    """Scores of C channels, each (C,) in float64 on the CPU. rmse: in physical units."""
+
+    rmse: Tensor
+    acc: Tensor
+
+
+class ForecastMetrics(FieldMetrics):
+    """Collects errors of normalised forecasts; `compute` gives one value a channel. Arguments as of FieldMetrics."""
 
     @torch.no_grad()
     def update(self, forecast: Tensor, target: Tensor) -> None:
         """Add the errors of a batch. forecast, target: (B, C, H, W), normalised."""
         forecast = forecast.float()
         target = target.float()
-        squared_error = self._mean((forecast - target).square())  # (B, C)
-        self.squared_errors.append(squared_error)
+        squared_error = self.mean_of_points((forecast - target).square())  # (B, C)
+        self.means["square"].append(squared_error)
 
         # ACC is the correlation of the anomalies, the differences from the climatology.
         forecast = forecast - self.climatology
         target = target - self.climatology
-        covariance = self._mean(forecast * target)  # (B, C)
-        variances = self._mean(forecast.square()) * self._mean(target.square())
+        covariance = self.mean_of_points(forecast * target)  # (B, C)
+        variances = self.mean_of_points(forecast.square()) * self.mean_of_points(target.square())
         norm = variances.sqrt()
         # A forecast without anomaly (climatology itself) correlates with nothing: 0.
         tiny = torch.finfo(norm.dtype).tiny
-        self.correlations.append(covariance / norm.clamp_min(tiny))
+        self.means["correlation"].append(covariance / norm.clamp_min(tiny))
 
-    def compute(self) -> tuple[Tensor, Tensor]:
-        """RMSE in physical units and ACC, each (C,), over all samples of all ranks."""
-        squared_error = comm.global_mean(torch.cat(self.squared_errors)).cpu()
-        rmse = squared_error.sqrt() * self.stds.double()
-        acc = comm.global_mean(torch.cat(self.correlations)).cpu()
-        return rmse, acc
-
-    def _mean(self, values: Tensor) -> Tensor:
-        """Mean over the points, by area: (B, C, H, W) -> (B, C)."""
-        return (values * self.weights).sum((-2, -1))
+    def compute(self) -> ForecastScores:
+        """RMSE and ACC over all samples of all ranks."""
+        means = self.global_means()
+        return ForecastScores(rmse=means["square"].sqrt() * self.stds, acc=means["correlation"])
 
 
 def skill_table(summary: dict[str, Any]) -> str:

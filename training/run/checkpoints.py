@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any
 
-from distributed.weight_shards import global_view, take_parts
+from distributed.weight_shards import global_view
 from training.checkpoints.files import CheckpointError
 from training.checkpoints.folder import CheckpointFolder
 from training.checkpoints.model_state import check_unchanged, collect_extra, collect_weights, described
-from training.checkpoints.run_state import collect_named_state, collect_tensors, start_from
-from training.checkpoints.state import restore_state
+from training.checkpoints.run_state import collect_named_state, collect_tensors, restore_tensors, start_from
 from training.run.folder import RunFolder
 from training.run.notes import describe_devices, log_notes
 from training.step.step import TrainingStep
@@ -91,10 +90,8 @@ class RunCheckpoints:
             log.info("Starting training of %d iterations on %s", total, devices)
             return False
 
-        take_parts(tensors, view, self.step.parallel.split)
+        restore_tensors(self.step, tensors, view, marker)
         state = marker["trainer"]
-        tensors |= {"random": view["random"]}
-        restore_state(tensors, self.model, self.step.optimizer, self.step.streams, state.get("extra"))
         self.step.task.check_data_record(state.get("data", {}), self.folder.path)
         self.progress.restore(marker["iteration"], state)
         self.began = self.progress.iteration

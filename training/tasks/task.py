@@ -14,9 +14,10 @@ from distributed.checks.usage import Usage
 from distributed.parallel_model import ParallelModel
 from distributed.split import own_window
 from training.models.info import ModelInfo, inspect_model
-from utils import agreement
+from utils import agreement, comm
 from utils.data_loader import BatchLoader
 from utils.errors import UsageError
+from utils.sample_order import own_positions
 from utils.schema import Config
 
 if TYPE_CHECKING:  # it is slow to import, and rank 0 alone draws
@@ -145,6 +146,17 @@ class Task(ABC):
     def own_window(self) -> tuple[slice, ...]:
         """This rank's part of every image, one slice for each axis."""
         return own_window(self.config.img_size, self.facts.kept_together)
+
+    def own_part(self, whole: Tensor) -> Tensor:
+        """This rank's part of a global batch, (B, ...): its samples, as a loader reads them, and its part of images."""
+        micro_batches = self.config.gradient_accumulation
+        positions = own_positions(len(whole), comm.get_rank("dp"), comm.get_size("dp"), micro_batches)
+        part = whole[positions]
+        window = self.own_window()
+        is_image = part.dim() == 2 + len(window)  # (B, C, h, w), not a label of each sample
+        if is_image:
+            part = part[(slice(None), slice(None), *window)]
+        return part.clone()
 
     def check_batch(self, samples: int) -> None:
         """Raise UsageError where the training data have fewer samples than one batch."""

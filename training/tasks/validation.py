@@ -106,7 +106,7 @@ class ForecastValidator(Validator):
         if not self.baselines:
             scored = {"persistence_rmse": persistence, "climatology_rmse": climatology}
             for name, baseline in scored.items():
-                if baseline.squared_errors:
+                if baseline.means:
                     rmse, _ = baseline.compute()
                     self.baselines[name] = self._by_channel(rmse)
         if example is not None:  # more ranks than samples: some have none
