@@ -6,9 +6,11 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from distributed import attention
+from tools.planner import trace
 from tools.planner.hardware import load_gpu
 from tools.planner.plan import plan_layout
 from tools.planner.trace import trace_step
+from training.step.step import TrainingStep
 from utils.config import load_config
 
 GIB = 2**30
@@ -49,6 +51,18 @@ def test_the_published_failure_does_not_fit_and_tensor_parallelism_does():
     assert whole.fits == "no" and 31.1 * GIB < whole.peak < 32.5 * GIB
     words = "--config=mp --amp_mode=fp16 --local_batch_size=16 --tensor_parallel=4"
     assert plan_layout(*settings("config/mp.yaml", words, 4), gpu).fits == "fits"
+
+
+def test_layouts_share_one_look_at_their_model_and_each_trace_makes_one_step(monkeypatch):
+    looks, steps = [], []
+    inspect, run = trace.inspect_model, TrainingStep.run_step
+    monkeypatch.setattr(trace, "FACTS", {})
+    monkeypatch.setattr(trace, "inspect_model", lambda config: looks.append(config.depth) or inspect(config))
+    monkeypatch.setattr(TrainingStep, "run_step", lambda *args, **kwargs: steps.append(1) or run(*args, **kwargs))
+    for words in ("--tensor_parallel=2", "--context_parallel=2"):
+        trace_step(*settings("config/mp.yaml", f"--config=mp_quick --depth=8 --data_parallel=fsdp {words}", 4))
+    assert looks == [2, 3]  # blocks, from which deep models are extrapolated
+    assert len(steps) == 2 * 2  # two layouts at these depths: an update alone has made the optimizer's state
 
 
 DEEP = {

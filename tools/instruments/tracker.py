@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from tools.instruments.counting import Collective, Watch, collective
@@ -117,8 +117,8 @@ class Tracker(Watch):
         result: Any,
     ) -> None:
         """Note the memory of an operation, and count it."""
-        given = list(plain_tensors(tree_leaves((args, kwargs))))
-        made = list(plain_tensors(tree_leaves(result)))
+        given = list(plain_tensors([*args, *kwargs.values()]))
+        made = list(plain_tensors([result]))
         # Inputs are noted as well: an operation may be the first to show a tensor that was made without one.
         self.note(given + made)
         if func in EXPENSIVE and torch.is_grad_enabled():
@@ -262,9 +262,11 @@ def own_part(value: Any) -> Any:
 
 
 def plain_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among some values; for a DTensor, or another wrapper of tensors, the tensors inside."""
+    """The tensors among some values and in lists; for a DTensor, or another wrapper of tensors, the tensors inside."""
     for value in values:
-        if is_traceable_wrapper_subclass(value):
+        if isinstance(value, list | tuple):
+            yield from plain_tensors(value)
+        elif is_traceable_wrapper_subclass(value):
             names, _ = value.__tensor_flatten__()
             yield from plain_tensors([getattr(value, name) for name in names])
         elif isinstance(value, torch.Tensor):

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import nn
 from torch._decomp import decomposition_table
 from torch._subclasses.fake_impls import op_implementations_dict
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 from distributed import attention, attention_kernels
 from distributed.collectives import shard_sizes
-from distributed.data_parallel import DataParallelOptions
+from distributed.data_parallel import DataParallelOptions, fully_shard_model
 from distributed.shard import constants
 from distributed.split import Split, own_window
 from tools.planner.fake_kernels import kernels_with_statistics
@@ -74,13 +74,13 @@ def fake_rank(
 
         # What needs the data of a tensor is replaced by what needs only its shape.
         stack.enter_context(patch.object(FakeTensor, "as_subclass", _as_subclass, create=True))
-        from torch.distributed.pipelining.schedules import _PipelineSchedule  # slow to import
-
-        for name in SHAPE_MESSAGES:
-            if hasattr(_PipelineSchedule, name):
-                stack.enter_context(patch.object(_PipelineSchedule, name, _shapes_are_known))
+        stack.enter_context(patch("distributed.data_parallel.fully_shard_model", _shard_on_meta))
         stack.enter_context(patch("distributed.data_parallel.replicate", Replica))
-        stack.enter_context(patch("torch.distributed.pipelining.stage.DistributedDataParallel", Replica))
+        if layout.pp > 1:
+            stack.enter_context(_pipeline_without_data())
+        # A label for a profiler is an operation as well.
+        silent: dict[str, Any] = {"__enter__": lambda self: self, "__exit__": lambda *_: None}
+        stack.enter_context(patch.multiple(torch.profiler.record_function, **silent))
         forget_other_kernels(device_type)
         kernels = kernels_with_statistics(device_type)
         stack.enter_context(patch.dict(op_implementations_dict, kernels))
@@ -94,16 +94,15 @@ def fake_rank(
             stack.enter_context(patch.object(attention, "kernel", kernel))
 
         # The state of the generators tells which layers draw random numbers.
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = FakeMode(allow_non_fake_inputs=True)
         draws_on_host: Any = int  # 0 at any time: the operations of a GPU draw on the GPU
         if device_type == "cpu":
-            mode = CountingFakeMode(allow_non_fake_inputs=True)
             draws_on_host = partial(getattr, mode, "draws")
         stack.enter_context(patch("distributed.checks.agreed_layers.host_generators", draws_on_host))
         yield mode
 
 
-class CountingFakeMode(FakeTensorMode):
+class FakeMode(FakeTensorMode):
     """Every new tensor is a fake one; `draws` counts the operations that would draw random numbers.
 
     It stands for the state of a generator, which fake tensors leave as it is.
@@ -111,12 +110,15 @@ class CountingFakeMode(FakeTensorMode):
 
     draws = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the operation on fake tensors."""
+        # The updates of an optimizer only change numbers, and fake tensors have none.
+        if func._opname.startswith("_foreach") and not func._schema.returns:
+            return None
         may_draw = torch.Tag.nondeterministic_seeded in func.tags
         # Fused attention has this tag, but with dropout a CPU takes the separate operations.
         self.draws += may_draw and "scaled_dot_product" not in func.name()
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return super().dispatch(func, types, args, kwargs)
 
 
 @lru_cache(maxsize=1)  # of the last type: the same one again has nothing to forget
@@ -156,6 +158,12 @@ def values_are_zero() -> AbstractContextManager[Any]:
     return patch.object(FakeTensor, "item_memo", value)
 
 
+def _shard_on_meta(*arguments: Any) -> Any:
+    """fully_shard_model on the plain meta tensors of a model: among fake ones each operation takes longer."""
+    with unset_fake_temporarily():
+        return fully_shard_model(*arguments)
+
+
 def _own_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup | None:
     """A group of this rank. Those of other ranks, a thousand in a mesh of a thousand, are not made."""
     if dist.get_rank() not in ranks:
@@ -181,6 +189,19 @@ def _as_subclass(self, cls):
     return alias
 
 
+@contextmanager
+def _pipeline_without_data():
+    """Inside, a pipeline sends no shapes, and its stages have Replicas."""
+    from torch.distributed.pipelining.schedules import _PipelineSchedule  # slow to import
+
+    with ExitStack() as stack:
+        for name in SHAPE_MESSAGES:
+            if hasattr(_PipelineSchedule, name):
+                stack.enter_context(patch.object(_PipelineSchedule, name, _shapes_are_known))
+        stack.enter_context(patch("torch.distributed.pipelining.stage.DistributedDataParallel", Replica))
+        yield
+
+
 def _shapes_are_known(schedule, stages, *_):
     """Replaces the messages in which stages tell each other the shapes that they will send."""
     from torch.distributed.pipelining.stage import InferenceMode  # torch 2.11 has none
@@ -192,6 +213,9 @@ def _shapes_are_known(schedule, stages, *_):
 @contextmanager
 def pipeline_shapes(config: Config, layout: Layout) -> Iterator[None]:
     """Inside, stages of a pipeline take and give micro-batches: images (B, C, H, W) at its ends, (B, N, D) between."""
+    if layout.pp == 1:
+        yield
+        return
     from torch.distributed.pipelining.stage import PipelineStage  # slow to import
 
     samples = config.global_batch_size // layout.dp // config.gradient_accumulation

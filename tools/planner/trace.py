@@ -21,6 +21,7 @@ from distributed.data_parallel import DataParallelOptions, data_parallel
 from distributed.parallel_model import transform_forward
 from networks import neighborhood
 from networks.vit import Attention
+from tools.instruments.counting import Watch
 from tools.instruments.step_phases import phases_of
 from tools.instruments.tracker import Message, Operation, Tracker
 from tools.planner.cuda_autocast import CudaAutocast
@@ -36,18 +37,23 @@ from tools.planner.fake import (
 from training.assembly import random_batch, split_as_configured
 from training.forecasting.ensemble import one_member
 from training.models.build import build_model, initial_weights
+from training.models.info import ModelInfo, inspect_model
 from training.step.optimizer import build_optimizer
 from training.step.speed_options import apply_speed_options
 from training.step.step import AMP_DTYPES, TrainingStep
-from training.tasks import build_task
+from training.tasks import task_of
 from utils import comm
 from utils.layout import Layout
-from utils.schema import Config
+from utils.schema import Config, keys_that_affect
 from utils.torch_private import is_fsdp_module, storage_id
 
 # The deepest stages that are traced in full. How DDP cuts buckets is not linear in the number of blocks.
 MOST = 4
 MOST_OF_DDP = 16
+
+# Keys on which facts about a model may depend, and those facts by their values.
+DECISIVE = set(keys_that_affect("model", "result", "training"))
+FACTS: dict[str, ModelInfo] = {}
 
 # Dimensions of the mesh and combined ones. A group that lies along several is named after the first.
 GROUPS = (
@@ -160,7 +166,7 @@ def _extrapolated(of_two, of_three, further):
 
 
 def _trace(config, layout, rank, device_type, inference):
-    """The Trace of one rank: the real step, once to settle its state and once observed, on fake tensors."""
+    """The Trace of one rank: the real step on fake tensors, observed once its state is settled."""
     # Compiled code and DTensor are not traced: the mathematics is the same without them. What fp8 keeps for the
     # backward pass is in bf16.
     mode = "bf16" if config.amp_mode == "fp8" else config.amp_mode
@@ -191,7 +197,9 @@ def _trace(config, layout, rank, device_type, inference):
         if autocast and config.activation_checkpointing == "step":
             model.forward = autocast(model.forward)
         apply_speed_options(config, device, model)
-        task = build_task(config)  # out here: it tries the model on the meta device
+        task = task_of(config)
+        task.facts = _facts_of(config)  # out here: it tries the model on the meta device
+        task.check_model()
 
         # The step, on fake tensors.
         with fake, torch.random.fork_rng(), pipeline_shapes(config, layout):
@@ -206,9 +214,34 @@ def _trace(config, layout, rank, device_type, inference):
             x, y = random_batch(step.task, device)
             if inference:
                 return measured_inference(step, x)
-            with Tracker():  # in it a fake ShardTensor is its local part
-                step(0, x, y)  # from now on the optimizer has a state
+            _settle(step, x, y)  # from now on the optimizer has a state
             return observe_step(step, x, y)
+
+
+def _facts_of(config):
+    """Facts about the model of a config, looked for once for all its layouts."""
+    settings = config.model_dump_json(include=DECISIVE)
+    if settings not in FACTS:
+        FACTS[settings] = inspect_model(config)
+    return FACTS[settings]
+
+
+def _settle(step, x, y):
+    """Give the optimizer its state, and DDP and a pipeline what they learn in their first step.
+
+    With fully_shard, or alone, all later steps are as the first: there an update makes the state.
+    """
+    parallel = step.parallel
+    trained = {name: p for name, p in parallel.model.named_parameters() if p.requires_grad}
+    learns = parallel.replicated or parallel.pipeline
+    if learns or not trained.keys() <= step.task.usage.reached:
+        with Watch():  # in it a fake ShardTensor is its local part
+            step(0, x, y)
+        return
+    for parameter in trained.values():
+        parameter.grad = torch.empty_like(parameter)
+    with Watch():
+        step.update(log_norm=False)
 
 
 def observe_step(
@@ -247,6 +280,7 @@ class _StepObserver:
 
     def __init__(self, step: TrainingStep, x: Tensor, y: Tensor):
         self.model = step.parallel.model
+        self.modules = list(self.model.modules())
         self.own = [p for group in step.optimizer.param_groups for p in group["params"]]  # this rank's parameters
         stages = step.parallel.pipeline.stages if step.parallel.pipeline else []
         self.called: list[nn.Module] = [stage.submod for stage in stages]
@@ -313,9 +347,12 @@ class _StepObserver:
 
     def saved(self, tensor: Tensor) -> Tensor:
         """Called with each tensor that autograd saves. Weights and tables that the backward pass reads stay anyway."""
-        kept_anyway = [*self.model.parameters(), *self.model.buffers()]
-        if storage_id(tensor) not in set(map(storage_id, kept_anyway)):
-            self.tracker.save([tensor])
+        saved = storage_id(tensor)
+        for module in self.modules:
+            kept_anyway = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            if saved in map(storage_id, kept_anyway):
+                return tensor
+        self.tracker.save([tensor])
         return tensor
 
 
