@@ -80,11 +80,9 @@ def connect(
     try:
         store = open_store(launch, timeout)
         if ranks is not None and ranks < launch.world_size:
-            store.set(f"rank {launch.rank}", "")
+            _meet_those_who_wait(store, launch)
             if launch.rank >= ranks:
                 wait_for_the_end(store, launch, ranks)
-            # Where this rank has the store, the others would look for it in vain once this one has ended.
-            _wait_for(store, [f"rank {rank}" for rank in range(launch.world_size)], launch.world_size)
             _watched = store.clone(), launch.world_size - ranks  # type: ignore[attr-defined]  # not in torch's stubs
             launch = replace(launch, world_size=ranks)
             if ranks == 1:
@@ -208,6 +206,12 @@ def check_devices(store: dist.Store, launch: Launch, name: str) -> None:
             f"{ranks} ranks have {ranks - shared} GPUs (by PCI address and UUID), and each needs one of its own: start "
             "fewer ranks, or give --device cpu"
         )
+
+
+def _meet_those_who_wait(store: dist.Store, launch: Launch) -> None:
+    """Wait until every rank has come: one that comes when the others have ended looks for their store in vain."""
+    store.set(f"rank {launch.rank}", "")
+    _wait_for(store, [f"rank {rank}" for rank in range(launch.world_size)], launch.world_size)
 
 
 def _wait_for(store: dist.Store, keys: list[str], ranks: int) -> None:
