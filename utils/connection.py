@@ -62,7 +62,7 @@ def connect(
     Raises UsageError for launch variables that contradict each other, where other ranks do not arrive in time, where
     ranks on such devices cannot communicate, and where two ranks have the same GPU.
     """
-    global _listener, _watched
+    global _listener
     launch = read_launch()
     # Ranks of a node choose among its devices by their number; a process alone takes the first.
     local_rank = launch.local_rank if launch.world_size > 1 else 0
@@ -80,10 +80,7 @@ def connect(
     try:
         store = open_store(launch, timeout)
         if ranks is not None and ranks < launch.world_size:
-            _meet_those_who_wait(store, launch)
-            if launch.rank >= ranks:
-                wait_for_the_end(store, launch, ranks)
-            _watched = store.clone(), launch.world_size - ranks  # type: ignore[attr-defined]  # not in torch's stubs
+            _part_from_those_who_wait(store, launch, ranks)
             launch = replace(launch, world_size=ranks)
             if ranks == 1:
                 return device
@@ -208,10 +205,17 @@ def check_devices(store: dist.Store, launch: Launch, name: str) -> None:
         )
 
 
-def _meet_those_who_wait(store: dist.Store, launch: Launch) -> None:
-    """Wait until every rank has come: one that comes when the others have ended looks for their store in vain."""
+def _part_from_those_who_wait(store: dist.Store, launch: Launch, ranks: int) -> None:
+    """Wait until every rank has come, and come back on the first `ranks` of them, which take part.
+
+    A rank that comes when the others have ended would look for their store in vain.
+    """
+    global _watched
     store.set(f"rank {launch.rank}", "")
     _wait_for(store, [f"rank {rank}" for rank in range(launch.world_size)], launch.world_size)
+    if launch.rank >= ranks:
+        wait_for_the_end(store, launch, ranks)
+    _watched = store.clone(), launch.world_size - ranks  # type: ignore[attr-defined]  # not in torch's stubs
 
 
 def _wait_for(store: dist.Store, keys: list[str], ranks: int) -> None:
