@@ -16,7 +16,7 @@ from tests.support.browser import MISPLACED, open_chromium
 from tools.instruments.counting import bytes_sent
 from tools.planner.symbols import Symbols
 from tools.planner.textbook import buffer_bytes
-from tools.planner.textbook_messages import messages
+from tools.planner.textbook_counts import messages
 from training.forecasting.crps import crps_of_points
 from utils.config import SCRIPTS, load_config
 

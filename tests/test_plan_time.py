@@ -12,8 +12,8 @@ from distributed.layers import ColumnParallelLinear, RowParallelLinear
 from tests.support.marks import slow_but
 from tests.support.refusals import refusal
 from tools.instruments.tracker import Message, Operation
-from tools.planner.collective_time import collective_time, node_shapes
 from tools.planner.hardware import load_gpu, read_gpus
+from tools.planner.operation_time import collective_time, node_shapes
 from tools.planner.plan import plan_layout
 from tools.planner.rank_seconds import GRAPH_GAP
 from tools.planner.step_time import step_time

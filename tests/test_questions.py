@@ -20,7 +20,7 @@ from tools.course.quiz import quiz_tables, read_class, take
 from tools.instruments.counting import bytes_sent
 from tools.planner.symbols import Symbols
 from tools.planner.textbook import block_activations, kept_activations, memory
-from tools.planner.textbook_messages import messages
+from tools.planner.textbook_counts import messages
 from utils.config import SCRIPTS, load_config
 from utils.errors import UsageError
 

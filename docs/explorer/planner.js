@@ -129,7 +129,7 @@ const PLANNER = (() => {
         return moment + (!s.usesDdp && s.m > 1 ? FULL * s.parameters : 0);
     }
 
-    // textbook_messages.py: [{phase, kind, group, ranks, count, bytes}] of a step, bytes of all calls.
+    // textbook_counts.py: [{phase, kind, group, ranks, count, bytes}] of a step, bytes of all calls.
     function messages(s) {
         const found = new Map(), { layout } = s;
         const add = (phase, kind, group, size, calls) => {
@@ -185,7 +185,7 @@ const PLANNER = (() => {
         return ranks;
     }
 
-    // textbook_operations.py: [{phase, kind, flops, moved, calls}]; calls of alike operations may be listed twice.
+    // textbook_counts.py: [{phase, kind, flops, moved, calls}]; calls of alike operations may be listed twice.
     function operations(s) {
         const found = [], calls = s.m * s.L, again = s.m * s.recomputed, tokens = s.b * s.n;
         const add = (phase, kind, flops, moved, times) => { if (times) found.push({ phase, kind, flops, moved, calls: times }); };
@@ -230,7 +230,7 @@ const PLANNER = (() => {
         return (gpu.bf16 * shares[size] * head) / padded;
     }
 
-    // collective_time.py: seconds of all calls of a collective, in the group that lies worst.
+    // operation_time.py: seconds of all calls of a collective, in the group that lies worst.
     function collectiveSeconds(gpu, { kind, bytes, count, ranks }, shapes) {
         const link = gpu.link * gpu.network_efficiency, nic = gpu.nic * gpu.network_efficiency, size = ranks.length, ring = kind !== "send";
         return Math.max(...shapes.map(([nodes, fewest]) => {

@@ -10,9 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from tools.instruments.tracker import ATTENTION, PASSES
-from tools.planner.collective_time import collective_time, node_shapes
 from tools.planner.hardware import Gpu
-from tools.planner.operation_time import COMPILED_LAUNCHES, OperationTimes
+from tools.planner.operation_time import COMPILED_LAUNCHES, OperationTimes, collective_time, node_shapes
 from tools.planner.trace import Trace
 from utils.config import SHARDED
 from utils.layout import Layout

@@ -1,6 +1,6 @@
 """The time of a training step, from its operations and messages (tools.planner.trace) and a GPU's data sheet.
 
-Computation: operation by operation (tools.planner.operation_time). Communication: tools.planner.collective_time. The
+Computation: operation by operation; communication: collective by collective (both tools.planner.operation_time). The
 pipeline's bubble: Narayanan et al. 2021 (arXiv:2104.04473).
 """
 

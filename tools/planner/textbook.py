@@ -6,8 +6,7 @@ textbook_operations.py, and those of messages in textbook_messages.py. docs/refe
 """
 
 from tools.planner.symbols import FULL, Symbols
-from tools.planner.textbook_messages import messages
-from tools.planner.textbook_operations import operations
+from tools.planner.textbook_counts import messages, operations
 from tools.planner.trace import Trace
 from training.forecasting.crps import MOST_IN_PAIRS
 from utils.errors import UsageError

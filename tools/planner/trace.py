@@ -24,7 +24,6 @@ from networks.vit import Attention
 from tools.instruments.counting import Watch
 from tools.instruments.step_phases import phases_of
 from tools.instruments.tracker import Message, Operation, Tracker
-from tools.planner.cuda_autocast import CudaAutocast
 from tools.planner.fake import (
     Replica,
     buffers_of_numbers,
@@ -34,6 +33,7 @@ from tools.planner.fake import (
     values_are_known,
     values_are_zero,
 )
+from tools.planner.fake_kernels import CudaAutocast
 from training.assembly import random_batch, split_as_configured
 from training.forecasting.ensemble import one_member
 from training.models.build import build_model, initial_weights
