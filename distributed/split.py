@@ -1,19 +1,20 @@
-"""The result of model parallelism: which parameters, blocks and images of a model are split, and how."""
+"""The result of model parallelism: which parameters, blocks and images of a model are split, and how.
 
+A rank holds a band of latitude of each image (context parallel) or a tile (domain parallel).
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from distributed.shard.spec import Spec
-
-if TYPE_CHECKING:  # slow to import, and only rung 3 has stages
-    from distributed.pipeline import Stage
-from collections.abc import Sequence
-from typing import NamedTuple
-
 from networks.vit import PerAxis, per_axis
 from utils import comm
 from utils.errors import LayoutError
 from utils.layout import Sizes, shard_sizes
+
+if TYPE_CHECKING:  # slow to import, and only rung 3 has stages
+    from distributed.pipeline import Stage
 
 AXES = {"cp": 0, "domain_lat": 0, "domain_lon": 1}  # mesh dimension -> axis of the image that its ranks split
 
