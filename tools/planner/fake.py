@@ -9,7 +9,7 @@ import inspect
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from types import SimpleNamespace
@@ -159,8 +159,12 @@ def values_are_zero() -> AbstractContextManager[Any]:
 
 
 def _shard_on_meta(*arguments: Any) -> Any:
-    """fully_shard_model on the plain meta tensors of a model: among fake ones each operation takes longer."""
-    with unset_fake_temporarily():
+    """fully_shard_model on the plain meta tensors of a model: among fake ones each operation takes longer.
+
+    Where there is an accelerator, fully_shard makes a tensor on it, which must be a fake one.
+    """
+    plain = nullcontext() if torch.accelerator.is_available() else unset_fake_temporarily()
+    with plain:
         return fully_shard_model(*arguments)
 
 
