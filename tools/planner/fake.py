@@ -161,6 +161,7 @@ def values_are_zero() -> AbstractContextManager[Any]:
 def _parameters_behind(output: torch.Tensor) -> set[torch.Tensor]:
     """The parameters that get a gradient from a tensor."""
     found = set()
+    assert output.grad_fn is not None
     seen = {output.grad_fn}
     waiting = [output.grad_fn]
     while waiting:
