@@ -15,7 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from distributed.collectives import Group, Sizes, all_gather, copy_to_region, reduce_from_region, reduce_scatter, shard
+from distributed.collectives import (
+    Group,
+    Sizes,
+    all_gather,
+    copy_to_region,
+    reduce_from_region,
+    reduce_scatter,
+    shard,
+    to_compute_dtype,
+)
 
 
 def shard_parameter(parameter: Tensor, dim: int, group: Group) -> nn.Parameter:
@@ -77,15 +86,6 @@ class RowParallelLinear(nn.Linear):
         else:
             x = reduce_scatter(term, 1, self.tokens, self.group)  # (B, n, D_out)
         return x + self.bias.to(x.dtype)
-
-
-def to_compute_dtype(x: Tensor) -> Tensor:
-    """Apply the cast of autocast before the collective instead of after it: the collective sends half the bytes."""
-    device = x.device.type
-    needs_cast = torch.is_autocast_enabled(device) and x.dtype == torch.float32
-    if not needs_cast:
-        return x
-    return x.to(torch.get_autocast_dtype(device))
 
 
 class RankRandom(nn.Module):

@@ -27,8 +27,9 @@ from distributed.collectives import (
     reduce_from_region,
     scatter_to_region,
     shard_sizes,
+    to_compute_dtype,
 )
-from distributed.layers import ColumnParallelLinear, RankRandom, RowParallelLinear, to_compute_dtype
+from distributed.layers import ColumnParallelLinear, RankRandom, RowParallelLinear
 from distributed.protocol import SplittableAttention, SplittableMLP, check_transformer
 from utils.errors import LayoutError
 from utils.torch_private import is_dtensor

@@ -25,6 +25,7 @@ COUNTED = [
     "dp=2 tensor_parallel=2 data_parallel=fsdp optimizer=Muon",
     f"dp=2 {UNUSED}",
     f"dp=2 {UNUSED} bucket_cap_mb=0.001",
+    f"dp=2 {UNUSED} gradient_accumulation=2 bucket_cap_mb=0.001",
     "domain_parallel=1x2 data_parallel=zero2",
     "dp=4 data_parallel=hsdp dropout=0.5",
     "dp=2 data_parallel=fsdp dropout=0.5 activation_checkpointing=full",

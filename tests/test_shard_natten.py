@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from distributed import neighborhood as natten_rule
 from distributed.domain_parallel import domain_parallel
-from distributed.shard.extra import natten as natten_rule
 from distributed.shard.fallback import calls
 from distributed.shard.ops import windows
 from distributed.shard_tensor import ShardTensor, set_fallback

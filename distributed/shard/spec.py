@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distributed.collectives import Group, Sizes, as_group, shard_sizes
 from distributed.shard.axes import Axes, Axis, check_order, has_order, mesh_dims_of, unsplit_axes
-from utils import comm
+from distributed.shard.given import Hooks
 from utils.torch_private import flattened
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def as_mesh(device_mesh: DeviceMesh | Mesh) -> Mesh:
     if device_mesh.ndim > 1:
         # All ranks of the mesh together need a group of their own, which torch makes here.
         group = flattened(device_mesh).get_group()
-        comm.set_group_timeout(group)
+        Hooks.prepare_group(group)
         joint = as_group(group)
     mesh = Mesh(device_mesh, groups, joint)
     _meshes[id(device_mesh)] = weakref.ref(mesh)

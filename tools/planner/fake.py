@@ -158,6 +158,22 @@ def values_are_zero() -> AbstractContextManager[Any]:
     return patch.object(FakeTensor, "item_memo", value)
 
 
+def _parameters_behind(output: torch.Tensor) -> set[torch.Tensor]:
+    """The parameters that get a gradient from a tensor."""
+    found = set()
+    assert output.grad_fn is not None
+    seen = {output.grad_fn}
+    waiting = [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):  # it adds up the gradient of a leaf
+            found.add(node.variable)
+        before = {function for function, _ in node.next_functions if function} - seen
+        seen |= before
+        waiting += before
+    return found
+
+
 def _shard_on_meta(*arguments: Any) -> Any:
     """fully_shard_model on the plain meta tensors of a model: among fake ones each operation takes longer.
 
@@ -281,7 +297,8 @@ class Replica(nn.Module):
 
     Gradients are views into buckets, which stay allocated. A bucket is reduced when its last gradient is ready. After
     the first step the buckets hold the parameters in the order in which their gradients became ready, and then those
-    that had none: a parameter without use is ready as soon as a backward pass begins.
+    that had none: a parameter without use is ready as soon as a backward pass begins. find_unused: each forward pass
+    tells which those are.
     """
 
     def __init__(
@@ -299,7 +316,8 @@ class Replica(nn.Module):
         self.reducer = SimpleNamespace(prepare_for_backward=lambda outputs: None)  # which a pipeline calls
         self.group = comm.get_group("grad_reduce")
         self.is_compressed = options.gradient_compression == "bf16"
-        self.finds_unused = bool(split.stages)  # in every step, and then the buckets stay as they are
+        self.looks_at_graph = find_unused
+        self.finds_unused = bool(split.stages) or find_unused  # in every step, and the buckets stay as they are
         self.limit = int(options.bucket_cap_mb * 2**20)
 
         # Frozen parameters, and those that are split over ranks, have no gradients to reduce.
@@ -337,7 +355,11 @@ class Replica(nn.Module):
         # The last step is over where some parameters had no gradient in it.
         if self.order:
             self._end_step()
-        return self.module(*args)
+        output = self.module(*args)
+        if self.looks_at_graph and output.requires_grad:
+            used = _parameters_behind(output)
+            self.unused = [parameter for parameter in self.parameters_in_buckets if parameter not in used]
+        return output
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Inside, gradients are added up without a reduction."""

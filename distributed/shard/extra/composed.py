@@ -17,7 +17,7 @@ from distributed.shard.hacks import without_dispatch
 from distributed.shard.operands import sum_partial
 from distributed.shard.ops.elementwise import own_stream
 from distributed.shard.ops.reductions import drop_dims
-from distributed.shard.ops.windows import ntuple, windows_of
+from distributed.shard.ops.windows import PerAxis, ntuple, windows_of
 from distributed.shard.tensor import (
     NoRule,
     ShardTensor,
@@ -29,7 +29,6 @@ from distributed.shard.tensor import (
     rule,
     wrap,
 )
-from networks.vit import PerAxis
 
 BODIES: list[Any] = [
     F.multi_head_attention_forward,

@@ -1,4 +1,4 @@
-"""Attention over split tokens, by the methods of distributed/attention.py, and in windows of a split grid."""
+"""Attention over split tokens, by one of the methods that ShardTensor was given (given.py)."""
 
 # mypy: allow-redefinition
 # (q, k and v are ShardTensors, then their local parts)
@@ -11,31 +11,27 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.attention import METHODS
 from distributed.collectives import copy_to_region
 from distributed.shard.axes import unsplit_axes
+from distributed.shard.given import attention_methods
 from distributed.shard.operands import (
     as_replicated,
     global_shape,
-    sum_partial,
     to_spec,
     whole_weight,
 )
 from distributed.shard.ops.along import unshard_dims
 from distributed.shard.ops.elementwise import own_stream
-from distributed.shard.ops.windows import no_outputs, request
 from distributed.shard.spec import part_of
 from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, rule, wrap
-from networks.neighborhood import attend_windows, neighborhood_attention, per_axis, window_starts
-from networks.vit import PerAxis
 
 _chosen = "gather"
 
 
 def set_attention_method(method: str) -> None:
     """Choose the method for split tokens, for all models from now on: gather, ring or all_to_all."""
-    if method not in METHODS:
-        raise ValueError(f"attention: no method '{method}', there are {', '.join(METHODS)}")
+    if method not in attention_methods:
+        raise ValueError(f"attention: no method '{method}', there are {', '.join(attention_methods)}")
     global _chosen
     _chosen = method
 
@@ -134,7 +130,7 @@ def _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa):
     if columns.is_split(2):
         if _chosen != "all_to_all":
             mask = _own_rows(mask, rows)
-        method = METHODS[_chosen]
+        method = attention_methods[_chosen]
         y = method(q, k, v, dropout_p, sizes=sizes, group=group, mask=mask)
         return wrap(y, out)
     # 3. Every rank has all keys, and different queries. Gradients of the keys are summed over the ranks.
@@ -242,62 +238,3 @@ def _own_rows(mask, rows):
         return mask
     first = sum(sizes[: group.rank])
     return mask.narrow(-2, first, sizes[group.rank])
-
-
-@rule(neighborhood_attention)
-def attend(
-    func: Callable,
-    q: ShardTensor,
-    k: ShardTensor,
-    v: ShardTensor,
-    kernel_size: PerAxis,
-    dilation: PerAxis = 1,
-    scale: float | None = None,
-) -> ShardTensor:
-    """Attention of q, k, v (B, heads, *spatial, d), which split samples, heads and spatial axes in the same way.
-
-    Each query sees the keys of a window around it: they come as a halo. Raises no_rule for another split, or a split of
-    the features d.
-    """
-    if not all(isinstance(x, ShardTensor) for x in (q, k, v)):
-        raise no_rule(func, (q, k, v), {}, "q, k and v must be ShardTensors")
-    q = sum_partial(q)
-    k = sum_partial(k)
-    v = sum_partial(v)
-    spec = q.spec
-    out = v.spec
-    split_alike = k.spec == spec and out.dims[:-1] == spec.dims[:-1]
-    splits_features = spec.is_split(-1) or out.is_split(-1)
-    if not split_alike or splits_features:
-        raise no_rule(func, (q, k, v), {}, "they must be split in the same way, and not along features")
-
-    # Fetch the keys and values that this rank's queries see, along each split axis.
-    q = local(q)  # (b, heads, *own spatial, d)
-    keys = torch.cat([local(k), local(v)], -1)  # (b, heads, *own spatial, d + d of v): one exchange for both
-    count = len(spec.dims) - 3
-    kernels = per_axis(kernel_size, count)
-    steps = per_axis(dilation, count)
-    starts = []  # for each axis, the first key of each query's window
-    for dim, kernel, step in zip(range(2, 2 + count), kernels, steps, strict=True):
-        first = window_starts(spec.shape[dim], kernel, step)
-        split = spec.split(dim)
-        if split is not None:
-            reach = (kernel - 1) * step + 1
-
-            def seen(low, high, first=first, reach=reach):
-                """Rows of the keys that the queries [low, high) see."""
-                of_queries = first[low:high]
-                return min(of_queries), max(of_queries) + reach
-
-            sizes, _ = split  # of the queries, which are split as the keys
-            pending, (low, high), (first_fetched, _) = request(keys, dim, split, sizes, seen, fill=None)
-            keys = pending.rows()
-            first = [row - first_fetched for row in first[low:high]]  # counted in the rows that were fetched
-        starts.append(first)
-    has_queries = all(starts)
-    if not has_queries:
-        return wrap(no_outputs(keys, out.local_shape, q), out)
-    features = q.shape[-1]
-    k, v = keys.split([features, keys.shape[-1] - features], -1)
-    y = attend_windows(q, k, v, kernel_size, starts, dilation, scale)
-    return wrap(y, out)

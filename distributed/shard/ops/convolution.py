@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.collectives import Sizes
-from distributed.layers import to_compute_dtype
+from distributed.collectives import Sizes, to_compute_dtype
 from distributed.shard.halo import HaloExchange, Interval, bounds
 from distributed.shard.ops.windows import (
     Output,
     Padding,
+    PerAxis,
     Splits,
     Window,
     cut,
@@ -29,7 +29,6 @@ from distributed.shard.ops.windows import (
     whole_length,
     windows_of,
 )
-from networks.vit import PerAxis
 
 
 @spatial_rule("conv")

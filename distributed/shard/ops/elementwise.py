@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed.layers import rank_random
+from distributed.shard.given import Hooks
 from distributed.shard.hacks import adopt
 from distributed.shard.operands import check_writable, common_spec, gradient_spec, local_operand, sum_partial
 from distributed.shard.plans import Plan, as_it_is, fits_of, fitted, planned_else
@@ -267,7 +267,7 @@ def own_stream(spec: Spec, device: torch.device) -> contextlib.AbstractContextMa
     for placement, group in zip(spec.placements, spec.mesh.groups, strict=True):
         coordinate = group.rank if placement.is_shard() else 0
         part = part * group.size + coordinate
-    return rank_random(device, part)
+    return Hooks.random_stream(device, part)
 
 
 @rule(*DROPOUT, *DRAWING)

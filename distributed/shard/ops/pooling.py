@@ -15,6 +15,7 @@ from distributed.shard.ops.along import on_whole, restore_sharding, unshard_dims
 from distributed.shard.ops.windows import (
     DIMENSIONS,
     Output,
+    PerAxis,
     Splits,
     Window,
     fetch_halos,
@@ -30,7 +31,6 @@ from distributed.shard.ops.windows import (
     windows_of,
 )
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, rule, wrap
-from networks.vit import PerAxis
 
 AVERAGES = set(named("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"))
 

@@ -14,6 +14,7 @@ from distributed.shard.halo import Interval
 from distributed.shard.operands import sum_partial
 from distributed.shard.ops.pooling import adaptive_avg_pooling
 from distributed.shard.ops.windows import (
+    PerAxis,
     Window,
     in_proportion,
     no_outputs,
@@ -25,7 +26,6 @@ from distributed.shard.ops.windows import (
 )
 from distributed.shard.plans import Plan, planned_else
 from distributed.shard.tensor import ShardTensor, local, named, no_rule, rule
-from networks.vit import PerAxis
 
 NEAREST = "nearest", "nearest-exact"
 # Other modes that are sums of rows, by the number of spatial dimensions.

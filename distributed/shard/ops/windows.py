@@ -31,8 +31,8 @@ from distributed.shard.tensor import (
     rule,
     wrap,
 )
-from networks.vit import PerAxis
 
+PerAxis = int | Sequence[int]  # one value for all spatial dimensions, or one for each
 Padding = PerAxis | Literal["same", "valid"]
 Splits = Mapping[int, tuple[Sizes, Group]]  # {dimension: (rows on each rank, Group)} of the split dimensions
 

@@ -1,4 +1,6 @@
-"""Neighborhood attention by the functions of the library NATTEN, which a model brings: na1d, na2d and na3d.
+"""Neighborhood attention of a split grid: of networks/neighborhood.py, and by the library NATTEN, which a model brings.
+
+Each query sees the keys of a window around it, and those of other ranks come as a halo.
 
 NATTEN's functions never ask the class of their arguments. Where a program has imported them, `find_natten` lets them
 look for ShardTensors first. Nothing here imports the library.
@@ -27,7 +29,6 @@ from torch.utils._pytree import tree_leaves
 
 from distributed.shard.halo import Interval
 from distributed.shard.operands import sum_partial
-from distributed.shard.ops.attention import attend
 from distributed.shard.ops.windows import no_outputs, ntuple, request
 from distributed.shard.tensor import (
     LIBRARIES,
@@ -39,9 +40,70 @@ from distributed.shard.tensor import (
     rule,
     wrap,
 )
+from networks.neighborhood import attend_windows, neighborhood_attention, per_axis, window_starts
+from networks.vit import PerAxis
 
 NAMES = "na1d", "na2d", "na3d", "neighborhood_attention_generic"
 WITHOUT_BACKWARD = ("cpu",)  # types of devices on which NATTEN cannot train
+
+
+@rule(neighborhood_attention)
+def attend(
+    func: Callable,
+    q: ShardTensor,
+    k: ShardTensor,
+    v: ShardTensor,
+    kernel_size: PerAxis,
+    dilation: PerAxis = 1,
+    scale: float | None = None,
+) -> ShardTensor:
+    """Attention of q, k, v (B, heads, *spatial, d), which split samples, heads and spatial axes in the same way.
+
+    Each query sees the keys of a window around it: they come as a halo. Raises no_rule for another split, or a split of
+    the features d.
+    """
+    if not all(isinstance(x, ShardTensor) for x in (q, k, v)):
+        raise no_rule(func, (q, k, v), {}, "q, k and v must be ShardTensors")
+    q = sum_partial(q)
+    k = sum_partial(k)
+    v = sum_partial(v)
+    spec = q.spec
+    out = v.spec
+    split_alike = k.spec == spec and out.dims[:-1] == spec.dims[:-1]
+    splits_features = spec.is_split(-1) or out.is_split(-1)
+    if not split_alike or splits_features:
+        raise no_rule(func, (q, k, v), {}, "they must be split in the same way, and not along features")
+
+    # Fetch the keys and values that this rank's queries see, along each split axis.
+    q = local(q)  # (b, heads, *own spatial, d)
+    keys = torch.cat([local(k), local(v)], -1)  # (b, heads, *own spatial, d + d of v): one exchange for both
+    count = len(spec.dims) - 3
+    kernels = per_axis(kernel_size, count)
+    steps = per_axis(dilation, count)
+    starts = []  # for each axis, the first key of each query's window
+    for dim, kernel, step in zip(range(2, 2 + count), kernels, steps, strict=True):
+        first = window_starts(spec.shape[dim], kernel, step)
+        split = spec.split(dim)
+        if split is not None:
+            reach = (kernel - 1) * step + 1
+
+            def seen(low, high, first=first, reach=reach):
+                """Rows of the keys that the queries [low, high) see."""
+                of_queries = first[low:high]
+                return min(of_queries), max(of_queries) + reach
+
+            sizes, _ = split  # of the queries, which are split as the keys
+            pending, (low, high), (first_fetched, _) = request(keys, dim, split, sizes, seen, fill=None)
+            keys = pending.rows()
+            first = [row - first_fetched for row in first[low:high]]  # counted in the rows that were fetched
+        starts.append(first)
+    has_queries = all(starts)
+    if not has_queries:
+        return wrap(no_outputs(keys, out.local_shape, q), out)
+    features = q.shape[-1]
+    k, v = keys.split([features, keys.shape[-1] - features], -1)
+    y = attend_windows(q, k, v, kernel_size, starts, dilation, scale)
+    return wrap(y, out)
 
 
 class Neighborhood(NamedTuple):
