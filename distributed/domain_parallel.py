@@ -32,11 +32,19 @@ from distributed.shard.axes import Axes, Axis, merged, unsplit_axes
 from distributed.shard.calls import INSIDE
 from distributed.shard.hacks import with_plain_base
 from distributed.shard.operands import to_spec
-from distributed.shard.ops.attention import set_attention_method
 from distributed.shard.order import in_global_order
 from distributed.shard.spec import Mesh, Spec, as_mesh
 from distributed.shard.tensor import find_libraries
-from distributed.shard_tensor import ShardTensor, local, part_of, replicate, set_fallback, sum_partial, wrap
+from distributed.shard_tensor import (
+    ShardTensor,
+    local,
+    part_of,
+    replicate,
+    set_attention_method,
+    set_fallback,
+    sum_partial,
+    wrap,
+)
 from distributed.sharded_units import GATHER_DTYPES
 from distributed.split import Split, image_cuts, per_axis
 from distributed.tensor_parallel import tensor_parallel

@@ -14,6 +14,7 @@ from distributed.shard import extra, guards, ops  # noqa: F401
 from distributed.shard.fallback import set_fallback  # noqa: F401
 from distributed.shard.given import Hooks, attention_methods
 from distributed.shard.operands import redistribute, replicate, scatter_tensor, sum_partial, whole_weight  # noqa: F401
+from distributed.shard.ops.attention import set_attention_method  # noqa: F401
 from distributed.shard.spec import part_of  # noqa: F401
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap  # noqa: F401
 from utils import comm

@@ -158,7 +158,7 @@ def picture(command: str, made: str, image: str, title: str) -> None:
     """Show a picture that a command leaves behind. made: its path; image: its name in docs/images."""
     if not _chosen(command, fast=False):
         return
-    _output(command)
+    _output(command, False)  # as tables ask: a run that both show is made once
     # The workspace goes when Python ends, so its picture is copied.
     shutil.copyfile(Path(_workspace().name) / made, ROOT / "docs/images" / image)
     page = ROOT / cog.inFile

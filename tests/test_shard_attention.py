@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from distributed import attention, attention_kernels
-from distributed.shard.ops.attention import set_attention_method
+from distributed.shard_tensor import set_attention_method
 from tests.support.shard_parity import Case, X, check, check_all, domain_mesh, draw, errors, split
 
 METHODS = ["gather", "ring", "all_to_all"]

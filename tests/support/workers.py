@@ -106,8 +106,8 @@ def _run(process, name, world_size, port, function, args, kwargs):
             own = dist.PrefixStore(str(name), process.kept["store"])
             dist.init_process_group("gloo", store=own, rank=process.number, world_size=world_size, timeout=patience)
     torch.manual_seed(0)
-    if attention := sys.modules.get("distributed.shard.ops.attention"):
-        attention.set_attention_method("gather")  # whatever the test before chose
+    if shard_tensor := sys.modules.get("distributed.shard_tensor"):
+        shard_tensor.set_attention_method("gather")  # whatever the test before chose
     answer = function(*args, **kwargs) if process.number < world_size else None
     leave_groups()
     if "torch._dynamo" in sys.modules:  # what one test compiled counts against the next one's limit of recompiles

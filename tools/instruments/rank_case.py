@@ -69,7 +69,7 @@ class RankCase:
 
     def take_turn(self) -> None:
         """Make its groups, and its method of attention over split images, those of this process."""
-        from distributed.shard.ops.attention import set_attention_method  # slow to import
+        from distributed.shard_tensor import set_attention_method  # slow to import
 
         use_mesh(self.rank, self.case.layout)
         set_attention_method(self.case.config.domain_method)
