@@ -80,7 +80,7 @@ lint-docs:
 	cd .cache/english && node_modules/.bin/textlint ../../*.md ../../.github/*.md ../../exercises/*.md ../../docs/*.md ../../docs/reference/*.md
 
 figures: .venv/installed-dev
-	ONLY="$(ONLY)" $(BIN)/cog -r -U -I . -p "from docs.figures import above, difference, output, picture, source, table" docs/*.md docs/reference/*.md
+	ONLY="$(ONLY)" $(BIN)/cog -r -U -I . -p "from docs.figures import above, difference, output, picture, reading, source, table" docs/*.md docs/reference/*.md
 
 drawings: .venv/installed
 	$(BIN)/python -m docs.drawings

@@ -33,6 +33,7 @@ from typing import Any
 
 import cog
 
+from tools.plain_code import lines_of, name_of, read_source
 from tools.tables import format_table
 from utils.schema import keys_that_affect
 from utils.yaml_files import parse_yaml
@@ -199,6 +200,37 @@ def difference(before: str, after: str, whole: bool = True) -> None:
         elif line not in ("+", "-"):
             shown.append(line)
     _show("", "```diff", *shown, "```")
+
+
+def reading(*steps: tuple[str, str, str]) -> None:
+    """Show what to read, in order: (file, names of its functions and classes, or "" for all; what to see there).
+
+    Lines are those of code, without blanks, comments and docstrings, to two digits: a page is not stale by one line.
+    """
+    rows = []
+    total = 0
+    for path, names, lesson in steps:
+        lines = _lines_of_code(path, names.split())
+        total += lines
+        link = os.path.relpath(ROOT / path, (ROOT / cog.inFile).parent)
+        shown = ", ".join(f"`{name}`" for name in names.split())
+        rows.append([f"[{path}]({link})", shown or "all of it", _two_digits(lines), lesson])
+    rows.append(["together", "", _two_digits(total), ""])
+    titles = {"file": "", "read": "", "lines, about": "d", "see": ""}
+    _show(format_table(titles, rows, words=("read", "see")), "")
+
+
+def _two_digits(number):
+    return int(float(f"{number:.1e}"))
+
+
+def _lines_of_code(path, names):
+    code = read_source(ROOT / path)
+    if not names:
+        return len(code.starts)
+    places = {name_of(node): lines_of(node) for node in code.tree.body}
+    chosen = [places[name] for name in names]
+    return sum(first <= line <= last for first, last in chosen for line in code.starts)
 
 
 def _without_docstrings(code):
