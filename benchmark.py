@@ -16,7 +16,7 @@ from inspect import signature
 from typing import Any
 
 from tools.benchmarks import ladder, layouts, loaders, scaling
-from tools.benchmarks.layout_pictures import write_memory_picture, write_picture
+from tools.benchmarks.layouts import write_memory_picture, write_picture
 from utils.errors import FAILED_STATUS, ArgumentParser, UsageError, float_in_range, int_in_range, run_main
 from utils.files import write_json
 from utils.launch import read_launch

@@ -18,7 +18,7 @@ import benchmark
 from tests.support import forked, programs
 from tests.support.launch import popen, wait_until
 from tests.support.refusals import refusal
-from tools.benchmarks import cases, layout_pictures, layouts
+from tools.benchmarks import cases, layouts
 from tools.benchmarks.layouts import INDEPENDENT, ONE, STRATEGIES, domain_cases, layout_cases
 from tools.instruments.counting import Collective
 from tools.instruments.pool import Pool, RanksFailed, is_out_of_memory
@@ -138,17 +138,17 @@ def test_memory_is_what_tensors_hold(domain):
 def test_memory_through_a_step_rises_and_falls_and_is_drawn(dp, tmp_path):
     rows = [row for (size, _), row in dp.items() if size == "ranks 4"]
     for row in rows:
-        parts = dict(layout_pictures.stretches(row["curve"]))
+        parts = dict(layouts.stretches(row["curve"]))
         assert list(parts) == ["forward", "backward", "update"]
         assert 0 < parts["forward"][0] < max(parts["forward"])
         assert parts["backward"][-1] < max(parts["backward"]) <= row["memory"]["peak"] / MIB * 1.001
-    held = {row["layout"]: layout_pictures.stretches(row["curve"])[0][1][0] for row in rows}
+    held = {row["layout"]: layouts.stretches(row["curve"])[0][1][0] for row in rows}
     # zero2 has its weights whole from the forward pass on alone: before it, it holds what fsdp holds.
     assert held["fsdp"] == held["zero2"] < held["hsdp"] < held["zero1"] < held["ddp"]
-    layout_pictures.write_memory_picture(tmp_path / "memory.png", {"rows": rows})
+    layouts.write_memory_picture(tmp_path / "memory.png", {"rows": rows})
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     with refusal("there is no training step to draw"):
-        layout_pictures.write_memory_picture(tmp_path / "none.png", {"rows": [rows[0] | {"curve": []}]})
+        layouts.write_memory_picture(tmp_path / "none.png", {"rows": [rows[0] | {"curve": []}]})
 
 
 def test_a_domain_keeps_less_than_one_device(domain):

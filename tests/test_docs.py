@@ -146,7 +146,8 @@ def check_figures(only, root=ROOT):
 
     root: a folder with everything of this repository, for runs that need data.
     """
-    words = ["-I", ".", "-U", "-p", "from docs.figures import above, difference, output, picture, reading, source, table"]
+    functions = "from docs.figures import above, difference, output, picture, reading, source, table"
+    words = ["-I", ".", "-U", "-p", functions]
     pages = [str(page.relative_to(ROOT)) for page in PAGES if "[[[cog" in page.read_text()]
     done = subprocess.run(
         [sys.executable, "-m", "cogapp", *words, "--check", "--diff", *pages],
@@ -239,7 +240,8 @@ def is_python(block):
 
 def written_by_hand(text):
     """Code of Python in a page that no command has inserted, and differences of it."""
-    text = re.sub(r"^<!--\[\[\[cog\s(source|difference|reading)\(.*?^<!--\[\[\[end\]\]\]-->$", "", text, flags=re.S | re.M)
+    inserted = r"^<!--\[\[\[cog\s(source|difference|reading)\(.*?^<!--\[\[\[end\]\]\]-->$"
+    text = re.sub(inserted, "", text, flags=re.S | re.M)
     fences = r"^ *(`{3,}|~{3,}) *(\S*).*\n([\s\S]*?)^ *\1 *$"
     blocks = [code for _, kind, code in re.findall(fences, text, re.M) if kind not in ("bash", "text", "yaml")]
     indented = re.findall(r"(?:^(?: {4}|\t).*\n(?:\s*\n(?= {4}))?)+", re.sub(fences, "", text, flags=re.M), re.M)

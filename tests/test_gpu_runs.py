@@ -10,7 +10,7 @@ import torch
 from distributed.checks.usage import Usage
 from tests.test_gpu_paths import Told
 from training.assembly import build_step, random_batch
-from training.run import notes as run_notes
+from training.run import report
 from training.run.run import Run
 from training.run.watchdog import Watchdog
 from training.step import step
@@ -107,6 +107,6 @@ def test_a_run_says_where_the_host_waits_in_each_step(tiny_config, monkeypatch, 
     parts = SimpleNamespace(notes=(), facts=SimpleNamespace(usage=Usage()))
     step_parts = SimpleNamespace(device=torch.device(kind), task=parts, parallel=parts)
     lines = []
-    monkeypatch.setattr(run_notes.log, "info", lambda line, *_: lines.append(line))
-    run_notes.log_notes(settings, step_parts)
+    monkeypatch.setattr(report.log, "info", lambda line, *_: lines.append(line))
+    report.log_notes(settings, step_parts)
     assert any("the host waits for the device once a step" in line for line in lines) == told

@@ -13,7 +13,7 @@ from tests.support.launch import wait_until
 from tests.support.layout_parity import build, own_part
 from tests.support.refusals import refusal
 from tests.test_training import scalars, stop_after
-from training.models import flops
+from training.models import info
 from training.run.loggers import Logger, Loggers, MetricsFile, read_metrics
 from training.run.timing import PHASES
 from training.step.step import TrainingStep
@@ -254,5 +254,5 @@ def test_a_missing_package_is_one_line(run, monkeypatch, name):
     ],
 )  # fmt: skip
 def test_a_peak_is_that_of_the_device_or_not_known(monkeypatch, tiny_config, name, amp_mode, peak):
-    monkeypatch.setattr(flops, "device_name", lambda _: name)
-    assert flops.peak_flops_per_sec(CPU, tiny_config(amp_mode=amp_mode)) == peak
+    monkeypatch.setattr(info, "device_name", lambda _: name)
+    assert info.peak_flops_per_sec(CPU, tiny_config(amp_mode=amp_mode)) == peak

@@ -19,7 +19,7 @@ from tests.support.marks import slow_but, slow_rows_but
 from tests.support.refusals import refusal
 from tools.checkpoint import load_weights
 from training.checkpoints.trained_weights import find
-from training.run.results import print_result
+from training.run.report import print_result
 from training.run.timing import words_of_seconds
 from training.step.optimizer import learning_rate
 from training.step.step import TrainingStep

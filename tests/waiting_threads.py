@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from pandas import DataFrame
 
-from tools.benchmarks.turns import in_turns
+from tools.benchmarks.cases import in_turns
 from tools.tables import format_table
 from training.assembly import build_step
 from training.tasks import build_task

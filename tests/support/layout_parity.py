@@ -15,7 +15,7 @@ from distributed.weight_shards import global_view, take_parts
 from tests.support.compilation import GENERATED, compile_by
 from tests.support.temporary import make_folder
 from tests.support.workers import PATIENCE_SECONDS
-from tools.benchmarks.layout_names import OPTIONS, parse_layout, split_words
+from tools.benchmarks.cases import OPTIONS, parse_layout, split_words
 from tools.instruments.counting import CollectiveCounter
 from tools.instruments.pool import Process
 from tools.instruments.team import Case

@@ -1,16 +1,20 @@
 """Cases measured side by side on the ranks of this machine: time, memory and communication of a step.
 
-A case is a config in a layout. In every round all cases take turns, and a ratio is taken within a round, so that the
-ups and downs of the machine cancel. In its turn a case is built and given up again: what it holds is its own.
+A case is a config in a layout, which commands name as 'tp2xdp2' or 'domain2x2xdp2,amp_mode=bf16'. In every round all
+cases take turns, and a ratio is taken within a round, so that the ups and downs of the machine cancel. In its turn a
+case is built and given up again: what it holds is its own.
 """
 
 import math
 import os
+import re
 import statistics
-from collections.abc import Sequence
-from itertools import groupby
+import sys
+import time
+from collections.abc import Container, Iterator, Mapping, Sequence
+from itertools import groupby, product
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pandas import DataFrame
@@ -20,12 +24,23 @@ from tools.instruments.rank_case import WARMUP_STEPS, RankCase
 from tools.instruments.team import Case, Teams
 from tools.instruments.tracker import by_phase
 from tools.planner.trace import HELD, measured_inference, observe_step
+from utils.config import STRATEGIES
 from utils.device import device_module, empty_cache, select_device
 from utils.errors import UsageError
 
 MEMORY = (*HELD, "parameters at most", "peak")
 POINTS = 100  # of a curve in one stretch of a phase
 RANKS_PER_CORE = 32  # more would only fill the machine
+# The key of the config that has the size of each dimension of a layout.
+OPTIONS = {
+    "tp": "tensor_parallel",
+    "cp": "context_parallel",
+    "pp": "pipeline_parallel",
+    "domain": "domain_parallel",
+    "ens": "ensemble_parallel",
+}
+
+T = TypeVar("T")
 
 
 def check_machine(cases: Sequence[Case]) -> torch.device:
@@ -145,3 +160,77 @@ def row_of(case: Case, turns: list[Any]) -> dict[str, Any]:
         "messages": by_phase(*messages),
         "curve": first_turn[0]["curve"],
     }
+
+
+def in_turns(
+    cases: Mapping[str, T],
+    rounds: int,
+    left_out: Container[str] = (),
+) -> Iterator[tuple[int, str, T]]:
+    """All cases in each round, as (number of the round, name, case), but those that are left out by then."""
+    started = time.monotonic()
+    turns = list(product(range(rounds), cases))  # (round, name): a round ends when every case has had its turn
+    for turn, (number, name) in enumerate(turns, 1):
+        if name in left_out:  # the caller may have added it since the last turn
+            continue
+        seconds = time.monotonic() - started
+        print(f"turn {turn} of {len(turns)}, after {seconds:.0f} s: {name}", file=sys.stderr, flush=True)
+        yield number, name, cases[name]
+
+
+def split_words(sizes: dict[str, str]) -> list[str]:
+    """The options that split a model as parse_layout says, in micro-batches for a pipeline; other words may follow."""
+    words = [f"--{option}={sizes[dim]}" for dim, option in OPTIONS.items()]
+    stages = int(sizes["pp"])
+    # Fewer micro-batches would let the stages idle for longer.
+    if stages > 1:
+        words.append(f"--gradient_accumulation={2 * stages}")
+    return words
+
+
+def _named_strategy(name: str) -> str:
+    """How to name a layout where a strategy of data parallelism stands in place of a dimension; "" where none does."""
+    for part in name.split("x"):
+        for strategy in STRATEGIES:
+            size = part.removeprefix(strategy)
+            if size == part:
+                continue
+            sized = name.replace(part, f"dp{size if size.isdecimal() else 2}")
+            return f"{strategy} is what the ranks of dp share, not a dimension: {sized},data_parallel={strategy}"
+    return ""
+
+
+def parse_layout(
+    text: str,
+    dims: Sequence[str],
+) -> tuple[dict[str, str], int]:
+    """Sizes and ranks of a layout: 'domain2x2xdp2,amp_mode=bf16' -> {'domain': '2x2', 'dp': '2', others: '1'}, 8.
+
+    dims: those that it may have. Raises UsageError, with an example, for anything else, and for a layout of one rank.
+    """
+    name = text.partition(",")[0]
+    sizes: dict[str, str] = {}
+    ranks = 1
+    is_understood = True
+    # An x joins two dimensions where a letter follows. Before a digit it stands between rows and columns of tiles.
+    for part in re.split("x(?=[a-z])", name):
+        match = re.fullmatch(r"([a-z]+)([1-9]\d*(?:x[1-9]\d*)?)", part)
+        if match is None or match[1] not in dims or match[1] in sizes:
+            is_understood = False
+            break
+        dim, size = match.groups()
+        # Only an image is split along two sides.
+        if "x" in size and dim != "domain":
+            is_understood = False
+            break
+        sizes[dim] = size
+        ranks *= math.prod(map(int, size.split("x")))
+    if not is_understood:
+        meant = _named_strategy(name)
+        if meant:
+            raise UsageError(f"layout '{name}': {meant}")
+        raise UsageError(f"layout '{name}': expected sizes of {', '.join(dims)} joined by x, as {dims[0]}2xdp2")
+    if ranks == 1:
+        raise UsageError(f"layout '{name}': it has one rank, which is measured anyway")
+    # Dimensions that the name leaves out have size 1.
+    return dict.fromkeys([*OPTIONS, "dp"], "1") | sizes, ranks

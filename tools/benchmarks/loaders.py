@@ -16,7 +16,7 @@ import torch
 from pandas import DataFrame
 from torch import Tensor
 
-from tools.benchmarks.turns import in_turns
+from tools.benchmarks.cases import in_turns
 from tools.instruments.clock import timed
 from tools.planner.search import sample_bytes
 from tools.tables import format_tables, installed, machine

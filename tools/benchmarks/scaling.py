@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pandas import DataFrame
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
-from tools.benchmarks.turns import in_turns
+from tools.benchmarks.cases import in_turns
 from tools.instruments.rank_case import build_case
 from tools.instruments.team import Case
 from tools.pictures import save_curves

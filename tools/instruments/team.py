@@ -6,11 +6,12 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from tools.instruments.gloo_device import share_gloo_device
 from tools.instruments.pool import OutOfMemory, Pool, Process, RankError, RanksFailed
 from training.step.determinism import prepare_environment
 from utils import comm, connection
@@ -149,3 +150,29 @@ def _join(
     # Ranks that share the cores of a machine would otherwise wait for one another's threads.
     if process.device.type == "cpu" and not whole_machine:
         torch.set_num_threads(1)
+
+
+def share_gloo_device() -> None:
+    """From now on the groups of gloo that this process makes have one device together.
+
+    torch gives each group a device of its own, and each device has a thread that wakes a hundred times a second. Ranks
+    of a training have some twenty groups, which costs nothing that one could measure. Ranks that many layouts use in
+    turn have hundreds, and their threads take the cores from those that compute.
+    """
+    group: Any = dist.ProcessGroupGloo
+    make = group.__init__
+
+    @cache
+    def device(interface: str | None) -> Any:
+        return group.create_device(interface=interface) if interface else group.create_default_device()
+
+    def init(self: Any, store: Any, rank: int, size: int, timeout: Any, **newer: Any) -> None:
+        if any(newer.values()):  # arguments of newer torch, which only its own constructor knows
+            return make(self, store, rank, size, timeout, **newer)
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        options = group._Options()
+        options._devices = [device(interface)]
+        options._timeout = timeout
+        return make(self, store, rank, size, options)
+
+    group.__init__ = init

@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tools.benchmarks.cases import check_machine
-from tools.benchmarks.layout_names import OPTIONS, parse_layout, split_words
+from tools.benchmarks.cases import OPTIONS, check_machine, parse_layout, split_words
 from tools.instruments.pool import Process
 from tools.instruments.rank_case import build_case
 from tools.instruments.team import Case, Teams, use_mesh

@@ -9,7 +9,7 @@ from typing import Any
 from tools.planner.hardware import gpu_called, load_gpu
 from tools.planner.plan import Plan, plan_layout
 from tools.tables import format_table
-from training.models.flops import is_gpu
+from training.models.info import is_gpu
 from training.run.folder import read_summary
 from training.run.loggers import FILE_NAME, read_metrics
 from training.run.timing import WARMUP_ITERATIONS

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 
 from tools.instruments.operation_speed import OF_HEADS
 from tools.instruments.tracker import ATTENTION, Operation
-from training.models.flops import is_gpu
+from training.models.info import is_gpu
 from utils.config import explain
 from utils.errors import UsageError, nearest
 from utils.files import read_json

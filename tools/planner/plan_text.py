@@ -9,7 +9,7 @@ from tools.planner.plan import CATEGORIES, VERDICTS, Plan
 from tools.planner.search import Request, sample_bytes
 from tools.planner.trace import STATES
 from tools.tables import GIB, MIB, format_table, format_tables
-from training.models.flops import precision
+from training.models.info import precision
 
 REASONS = 12  # for which layouts were refused, of which a search tells the most frequent
 

@@ -13,7 +13,7 @@ from training.checkpoints.folder import CheckpointFolder
 from training.checkpoints.model_state import check_unchanged, collect_extra, collect_weights, described
 from training.checkpoints.run_state import collect_named_state, collect_tensors, restore_tensors, start_from
 from training.run.folder import RunFolder
-from training.run.notes import describe_devices, log_notes
+from training.run.report import describe_devices, log_notes
 from training.step.step import TrainingStep
 from utils import agreement
 from utils.errors import FULL_DISK, UsageError, first_line

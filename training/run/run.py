@@ -19,9 +19,8 @@ from training.run.checkpoints import Progress, RunCheckpoints
 from training.run.folder import RunFolder
 from training.run.iteration import Iteration
 from training.run.loggers import KINDS, Loggers, MetricsFile, TensorBoard, check_tracker
-from training.run.notes import log_memory
 from training.run.profiling import build_profiler
-from training.run.results import print_result, rmse_charts, write_validation
+from training.run.report import log_memory, print_result, rmse_charts, write_validation
 from training.run.telemetry import Telemetry
 from training.run.timing import words_of_seconds
 from training.run.watchdog import Watchdog

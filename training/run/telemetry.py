@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from training.models.flops import PASSES, peak_flops_per_sec
+from training.models.info import PASSES, peak_flops_per_sec
 from training.run.timing import PHASES, WARMUP_ITERATIONS, Clock, PhaseTimes
 from training.step.optimizer import learning_rate
 from training.step.step import StepOutput, TrainingStep
