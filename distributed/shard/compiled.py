@@ -29,6 +29,8 @@ RAISED = re.compile(r"raised exception \w+\(([\"'])(.*)\1\)")  # what traced cod
 # Python's protocols that the tracer computes by itself: {its method: the method of Tensor that has a rule}.
 BY_METHOD = {"nb_absolute_impl": "abs", "unpack_var_sequence": "unbind"}
 
+READ_ATTRIBUTE = "var_getattr", "tp_getattro_impl"  # the tracer's method in torch 2.13, and in 2.15
+
 
 class ProxyOfPart(Proxy):
     """What stands in a graph for a ShardTensor, where no rule has asked for it."""
@@ -151,16 +153,21 @@ def _read_attributes_of_parts(cls):
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.torch_function import TensorWithTFOverrideVariable as Subclassed
 
-    ask = Subclassed.var_getattr
+    def reading(read: str) -> Callable[[Any, Any, str], Any]:
+        ask = getattr(Subclassed, read)
 
-    def var_getattr(self: Any, tx: Any, name: str) -> Any:
-        in_rule = not _trace_state().torch_function_subclass_enabled
-        is_of_tensors = hasattr(torch.Tensor, name) and name not in vars(cls)
-        if issubclass(self.class_type, cls) and in_rule and is_of_tensors:
-            return TensorVariable.var_getattr(self, tx, name)
-        return ask(self, tx, name)
+        def getattribute(self: Any, tx: Any, name: str) -> Any:
+            in_rule = not _trace_state().torch_function_subclass_enabled
+            is_of_tensors = hasattr(torch.Tensor, name) and name not in vars(cls)
+            if issubclass(self.class_type, cls) and in_rule and is_of_tensors:
+                return getattr(TensorVariable, read)(self, tx, name)
+            return ask(self, tx, name)
 
-    Subclassed.var_getattr = var_getattr  # type: ignore[method-assign]
+        return getattribute
+
+    for read in READ_ATTRIBUTE:
+        if read in vars(Subclassed):
+            setattr(Subclassed, read, reading(read))
 
 
 def _compute_by_methods(cls):
