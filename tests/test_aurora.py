@@ -8,7 +8,7 @@ import torch
 
 from distributed.shard_tensor import local
 from tests.support.layout_parity import CPU, build, ranks_and_options, train, train_from
-from tests.support.marks import slow_but
+from tests.support.marks import slow_but, slow_rows_but
 from tests.test_fine_tuning import assert_equal, taken_by
 from tests.test_library_models import library
 from tools.planner.trace import observe_step, trace_step
@@ -74,7 +74,10 @@ def trace_of(config):
     return observe_step(step, x, y)
 
 
-@pytest.mark.parametrize(("layout", "most"), [("domain2", 0.56), ("domain2x2", 0.34)])
+SHARES = slow_rows_but([0], [("domain2", 0.56), ("domain2x2", 0.34)], "a tile of Aurora, on four ranks")
+
+
+@pytest.mark.parametrize(("layout", "most"), SHARES)
 def test_a_rank_keeps_its_share_of_the_activations_as_planned(ranks, aurora_config, layout, most):
     size, options = ranks_and_options(layout)
     config, whole = aurora_config(**options), aurora_config()
