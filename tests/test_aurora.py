@@ -1,6 +1,7 @@
 """Microsoft's Aurora, shrunken, with random weights: every layout of rungs 1, 2 and 4 trains it as one device does."""
 
 import importlib.util
+from functools import cache
 
 import numpy as np
 import pytest
@@ -43,17 +44,18 @@ def with_library(function, *args):
 
 @pytest.fixture(scope="module")
 def serial(aurora_config):
-    """Losses of one device: of all weights, and with LoRA and a trained decoder alone."""
-    return {name: train(aurora_config(**more), STEPS)[0] for name, more in (("all", {}), ("lora", LORA))}
+    """Call for the losses of one device: of all weights, or with LoRA and a trained decoder alone. Computed once."""
+    options = {"all": {}, "lora": LORA}
+    return cache(lambda trained: train(aurora_config(**options[trained]), STEPS)[0])
 
 
-@pytest.mark.parametrize("trained", ["all", "lora"])
+@pytest.mark.parametrize("trained", slow_but(["all"], ["all", "lora"], "losses of LoRA and a decoder alone"))
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS[:1], LAYOUTS, "other kinds of parts of Aurora", nightly=True))
 def test_losses_of_eight_steps_are_those_of_one_device(ranks, aurora_config, serial, layout, trained):
     size, options = ranks_and_options(layout)
     config = aurora_config(**options, **(LORA if trained == "lora" else {}))
     for losses, *_ in ranks(size, with_library, train, config, STEPS):
-        torch.testing.assert_close(losses, serial[trained], rtol=1e-5, atol=0)
+        torch.testing.assert_close(losses, serial(trained), rtol=1e-5, atol=0)
 
 
 @pytest.mark.nightly
@@ -64,7 +66,7 @@ def test_it_stops_on_tiles_and_goes_on_on_one_device(ranks, aurora_config, seria
         size, options = ranks_and_options(layout)
         steps = tmp_path, 2 * part, 2 * part + 2
         losses.append(ranks(size, with_library, train_from, aurora_config(**options), *steps)[0])
-    torch.testing.assert_close(torch.cat(losses), serial["all"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(torch.cat(losses), serial("all"), rtol=1e-5, atol=0)
 
 
 def trace_of(config):
