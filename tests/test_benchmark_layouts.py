@@ -219,14 +219,12 @@ OF_RANKS = pytest.mark.slow("more lines of ranks that have started: test_refusal
         ("mp", ["--layouts", "tp2xdp2,tp_backend=dtensor"], "tp_backend dtensor goes with data_parallel zero2"),
         ("mp", ["--layouts", "tp2", "--tensor_parallel=2"], "1 ranks cannot be split as tp 2"),
         ("mp", ["--config=nothing"], "config/mp.yaml: no config 'nothing'"),
-        pytest.param(
-            "mp", ["--layouts", "tp3"], "layout 'tp3': tensor parallel: 2 heads cannot be split over 3", marks=OF_RANKS
-        ),
+        pytest.param("mp", ["--layouts", "tp3"],
+                     "layout 'tp3': tensor parallel: 2 heads cannot be split over 3 ranks", marks=OF_RANKS),
         ("domain", ["--layouts", "domain2xdomain2"], "layout 'domain2xdomain2': expected sizes of domain, tp, dp"),
         ("domain", ["--sizes", "30"], "img_size [30, 30] cannot be cut into patches of [4, 4]"),
-        pytest.param(
-            "domain", ["--layouts", "domain3,domain_method=all_to_all"], "cannot split 2 heads over 3 ranks", marks=OF_RANKS
-        ),
+        pytest.param("domain", ["--layouts", "domain3,domain_method=all_to_all"], "cannot split 2 heads over 3 ranks",
+                     marks=OF_RANKS),
         ("domain", ["--layouts", "domain4", "--sizes", "8"], "2 rows of patches cannot be split over 4 ranks"),
         ("domain", ["--memory_limit_gib", "0"], "argument --memory_limit_gib: 0 is not within"),
     ],
