@@ -107,7 +107,7 @@ def print_plans(request: Request, counts: list[int], options: Namespace) -> int:
         plans = [request.plan(counts[0])]
         describe = report.plan_text
     else:
-        plans = best_layouts(request, counts[0], options.top or 10, processes=4)
+        plans = best_layouts(request, counts[0], options.top or 10)
         describe = report.search_text
     # One layout is chosen by its number in the list, the best unless told.
     if options.choose or submits:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from distributed import attention
-from tools.planner import trace, tracers
+from tools.planner import trace
 from tools.planner.hardware import load_gpu
 from tools.planner.plan import plan_layout
 from tools.planner.trace import trace_step
@@ -110,26 +110,3 @@ def test_a_process_is_as_it_was_before():
     assert torch.equal(torch.get_rng_state(), state)
     assert not isinstance(torch.zeros(1), FakeTensor)
     assert "as_subclass" not in vars(FakeTensor)
-
-
-@pytest.fixture
-def layouts(monkeypatch):
-    """Four layouts, of which one process traces some while another traces the others."""
-    monkeypatch.setattr(tracers, "LAYOUTS_OF_A_PROCESS", 1)
-    monkeypatch.setattr(tracers, "_cores", lambda: 2)
-    words = ("--tensor_parallel=2", "--context_parallel=2", "--data_parallel=fsdp", "--data_parallel=ddp")
-    return [settings("config/mp.yaml", f"--config=mp_quick --depth=1 {word}", 2) for word in words]
-
-
-@pytest.mark.parametrize("is_killed", [False, True])
-def test_processes_beside_this_one_trace_the_same_in_the_same_order(layouts, is_killed):
-    """What one that was killed leaves is traced here."""
-    begun = []
-    with tracers.Tracers(2, len(layouts)) as both:
-        (pool,), (thread,) = both.pools, both.threads
-        thread.submit(lambda: None).result()  # it has imported all
-        if is_killed:
-            pool.processes[0].kill()
-        found = both.traces(layouts, "cuda", begun.append)
-    assert found == [trace_step(*layout) for layout in layouts]
-    assert sorted(begun) == [0, 1, 2, 3] and not pool.processes

@@ -20,7 +20,6 @@ from tools.planner.hardware import Gpu
 from tools.planner.layouts import arguments, candidates, script_of
 from tools.planner.plan import VERDICTS, Plan, plan_layout
 from tools.planner.textbook import textbook_traces
-from tools.planner.tracers import Tracers
 from tools.slurm import on_nodes, submit
 from utils.command_line import parse_command_line
 from utils.config import SCRIPTS, SPLITS, check_config, load_config, read_named_config
@@ -80,40 +79,35 @@ class Request:
         return plan_layout(config, layout, self.gpu, inference=self.inference)
 
 
-def best_layouts(request: Request, gpus: int, top: int, processes: int = 1) -> list[Plan]:
+def best_layouts(request: Request, gpus: int, top: int) -> list[Plan]:
     """Traced plans of the best layouts: those that fit first, the fastest first.
 
     All candidates are compared by formula; of candidates that split the model alike only the best is kept. A trace
     takes seconds, so each is told on stderr.
-    processes: that trace, each with about 0.5 GB. With several, the program's main module is imported once more.
     Sets request.compared, and request.refused: {reason: number of layouts that no script runs}.
     """
-    with Tracers(processes, top) as tracers:
-        found, request.refused = formula_plans(request, gpus)
-        request.compared = len(found)
+    found, request.refused = formula_plans(request, gpus)
+    request.compared = len(found)
 
-        # The best of each split of the model.
-        kept: dict[tuple, Plan] = {}
-        for plan in sorted(found, key=_order):
-            split = tuple(getattr(plan.config, name) for name in (*SPLITS, "ensemble_parallel"))
-            # Plans come best first, so the first one of a split stays.
-            kept.setdefault(split, plan)
+    # The best of each split of the model.
+    kept: dict[tuple, Plan] = {}
+    for plan in sorted(found, key=_order):
+        split = tuple(getattr(plan.config, name) for name in (*SPLITS, "ensemble_parallel"))
+        # Plans come best first, so the first one of a split stays.
+        kept.setdefault(split, plan)
 
-        # Those that fit; where none does, those that need least.
-        fitting = [plan for plan in kept.values() if plan.fits != "no"]
-        best = (fitting or list(kept.values()))[:top]
+    # Those that fit; where none does, those that need least.
+    fitting = [plan for plan in kept.values() if plan.fits != "no"]
+    best = (fitting or list(kept.values()))[:top]
 
-        # The formulas are approximate, a trace is exact: its order may be another one.
-        started = time.monotonic()
-
-        def tell(number: int) -> None:
-            seconds = time.monotonic() - started
-            text = f"tracing layout {number + 1} of {len(best)} (of {len(found)} that can run), after {seconds:.0f} s"
-            print(text, file=sys.stderr, flush=True)
-
-        layouts = [(plan.config, plan.layout) for plan in best]
-        traces = tracers.traces(layouts, request.gpu.device, tell)
-    traced = [plan_layout(*layout, request.gpu, own) for layout, own in zip(layouts, traces, strict=True)]
+    # The formulas are approximate, a trace is exact: its order may be another one.
+    traced = []
+    started = time.monotonic()
+    for number, plan in enumerate(best, 1):
+        seconds = time.monotonic() - started
+        text = f"tracing layout {number} of {len(best)} (of {len(found)} that can run), after {seconds:.0f} s"
+        print(text, file=sys.stderr, flush=True)
+        traced.append(plan_layout(plan.config, plan.layout, request.gpu))
     return sorted(traced, key=_order)
 
 
