@@ -28,7 +28,8 @@ PY := $(BIN)/python
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Processes that share out the files of tests, each with about 4 GB; 0: none, which starts sooner.
 WORKERS ?= $(if $(filter 1,$(words $(FILES))),0,3)
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+# Without kept bytecode, which a container's image may ask for, each program of a test compiles all of our modules anew.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 COVERAGE ?= --cov --cov-report=term# in this order: a bare --cov would take the next word, a file, for what to count
 
 # A python that has torch: of the active environment, of this clone, or of the system; nothing where there is none.

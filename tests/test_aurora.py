@@ -1,6 +1,7 @@
 """Microsoft's Aurora, shrunken, with random weights: every layout of rungs 1, 2 and 4 trains it as one device does."""
 
 import importlib.util
+from functools import cache
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from distributed.shard_tensor import local
 from tests.support.layout_parity import CPU, build, ranks_and_options, train, train_from
-from tests.support.marks import slow_but
+from tests.support.marks import slow_but, slow_rows_but
 from tests.test_fine_tuning import assert_equal, taken_by
 from tests.test_library_models import library
 from tools.planner.trace import observe_step, trace_step
@@ -43,17 +44,18 @@ def with_library(function, *args):
 
 @pytest.fixture(scope="module")
 def serial(aurora_config):
-    """Losses of one device: of all weights, and with LoRA and a trained decoder alone."""
-    return {name: train(aurora_config(**more), STEPS)[0] for name, more in (("all", {}), ("lora", LORA))}
+    """Call for the losses of one device: of all weights, or with LoRA and a trained decoder alone. Computed once."""
+    options = {"all": {}, "lora": LORA}
+    return cache(lambda trained: train(aurora_config(**options[trained]), STEPS)[0])
 
 
-@pytest.mark.parametrize("trained", ["all", "lora"])
+@pytest.mark.parametrize("trained", slow_but(["all"], ["all", "lora"], "losses of LoRA and a decoder alone"))
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS[:1], LAYOUTS, "other kinds of parts of Aurora", nightly=True))
 def test_losses_of_eight_steps_are_those_of_one_device(ranks, aurora_config, serial, layout, trained):
     size, options = ranks_and_options(layout)
     config = aurora_config(**options, **(LORA if trained == "lora" else {}))
     for losses, *_ in ranks(size, with_library, train, config, STEPS):
-        torch.testing.assert_close(losses, serial[trained], rtol=1e-5, atol=0)
+        torch.testing.assert_close(losses, serial(trained), rtol=1e-5, atol=0)
 
 
 @pytest.mark.nightly
@@ -64,7 +66,7 @@ def test_it_stops_on_tiles_and_goes_on_on_one_device(ranks, aurora_config, seria
         size, options = ranks_and_options(layout)
         steps = tmp_path, 2 * part, 2 * part + 2
         losses.append(ranks(size, with_library, train_from, aurora_config(**options), *steps)[0])
-    torch.testing.assert_close(torch.cat(losses), serial["all"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(torch.cat(losses), serial("all"), rtol=1e-5, atol=0)
 
 
 def trace_of(config):
@@ -74,23 +76,33 @@ def trace_of(config):
     return observe_step(step, x, y)
 
 
-@pytest.mark.parametrize(("layout", "most"), [("domain2", 0.56), ("domain2x2", 0.34)])
-def test_a_rank_keeps_its_share_of_the_activations_as_planned(ranks, aurora_config, layout, most):
+@pytest.fixture(scope="module")
+def alone(aurora_config):
+    """The trace of one device that trains all weights."""
+    config = aurora_config()
+    (trace,) = trace_step(config, config.layout(1), "cpu")
+    return trace
+
+
+SHARES = slow_rows_but([0], [("domain2", 0.56), ("domain2x2", 0.34)], "a tile of Aurora, on four ranks")
+
+
+@pytest.mark.parametrize(("layout", "most"), SHARES)
+def test_a_rank_keeps_its_share_of_the_activations_as_planned(ranks, aurora_config, alone, layout, most):
     size, options = ranks_and_options(layout)
-    config, whole = aurora_config(**options), aurora_config()
+    config = aurora_config(**options)
     (planned,) = trace_step(config, config.layout(size), "cpu")
-    (alone,) = trace_step(whole, whole.layout(1), "cpu")
     assert planned.held["activations"] < most * alone.held["activations"]
     assert differ(ranks(size, with_library, trace_of, config)[:1], [planned]) == "equal"
 
 
-def test_lora_alone_has_gradients_and_optimizer_state(aurora_config):
+def test_lora_alone_has_gradients_and_optimizer_state(aurora_config, alone):
     config = aurora_config(**LORA)
     trained = {name for name, p in build_model(config).named_parameters() if p.requires_grad}
     assert trained and all("lora" in name or ".decoder." in name for name in trained)
-    (trace,), (everything,) = (trace_step(c, c.layout(1), "cpu") for c in (config, aurora_config()))
+    (trace,) = trace_step(config, config.layout(1), "cpu")
     size = sum(p.numel() for p in build_model(config).parameters() if p.requires_grad)
-    assert trace.held["gradients"] == 4 * size and everything.held["gradients"] > 4 * size
+    assert trace.held["gradients"] == 4 * size and alone.held["gradients"] > 4 * size
     assert 8 * size <= trace.held["optimizer"] <= 8 * size + 8 * len(trained)  # two moments, and a count of steps
 
 

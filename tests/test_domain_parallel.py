@@ -88,7 +88,7 @@ def test_a_fused_optimizer_takes_split_and_sharded_parameters(ranks, tiny_config
 MIXED = ["domain3", "domain2xdp2,data_parallel=fsdp", "domain2x2,domain_method=ring", "domain2xtp2"]
 
 
-@pytest.mark.parametrize("amp_mode", ["bf16", "fp16"])
+@pytest.mark.parametrize("amp_mode", slow_but(["fp16"], ["bf16", "fp16"], "the other half precision"))
 @pytest.mark.parametrize("layout", slow_but(MIXED[:1], MIXED, "half precision in other layouts"))
 def test_mixed_precision_trains_as_on_one_device(ranks, tiny_config, layout, amp_mode):
     check_mixed_precision(ranks, tiny_config, layout, SIZES, amp_mode)

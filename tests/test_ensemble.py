@@ -15,6 +15,7 @@ from tests.support.layout_parity import (
     train,
     train_serially,
 )
+from tests.support.marks import slow_but
 from tests.support.refusals import refusal
 from training.assembly import random_batch
 from training.forecasting import crps
@@ -31,7 +32,10 @@ WORDS = ["--loss=crps", "--ensemble_size=4"]
 UNET = {"model": "unet", "model_args": {"width": 4, "levels": 1}, "sync_batchnorm": True}
 
 
-@pytest.mark.parametrize("layout", ["ens2", "ens3", "ens2,data_parallel=fsdp", "ens2,data_parallel=zero1"])
+LAYOUTS = ["ens2", "ens3", "ens2,data_parallel=fsdp", "ens2,data_parallel=zero1"]
+
+
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS[1:3], LAYOUTS, "members on two ranks, and with zero1"))
 def test_members_over_ranks_train_as_on_one_device(ranks, tiny_config, layout):
     check_in_double(ranks, tiny_config, layout, ENSEMBLE)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support.layout_parity import build, own_part, ranks_and_options
+from tests.support.marks import slow_but
 from training.tasks import build_task
 from utils import comm
 
@@ -18,7 +19,7 @@ def norm_of_the_first_step(config):
     return comm.all_reduce(output.grad_norm_squared.clone()).sqrt().item()
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", slow_but(["fsdp"], ["zero2", "fsdp"], "the norm under zero2"))
 def test_a_parameter_that_tp_and_fsdp_cut_along_one_dimension_counts_once(ranks, tiny_config, strategy):
     size, own = ranks_and_options(f"tp2xdp2,tp_backend=dtensor,data_parallel={strategy}")
     one = norm_of_the_first_step(tiny_config(**SIZES))

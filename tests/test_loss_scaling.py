@@ -53,7 +53,10 @@ def gradient_of_the_output(config):
     return torch.cat(seen), comm.get_rank("dp"), config, step.scaler.get_scale()
 
 
-@pytest.mark.parametrize("layout", ["dp2", "domain2", "cp2", "tp2", "domain2xdp2,data_parallel=fsdp"])
+LAYOUTS = ["dp2", "domain2", "cp2", "tp2", "domain2xdp2,data_parallel=fsdp"]
+
+
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS[:-1], LAYOUTS, "two kinds of parallelism together"))
 def test_the_backward_pass_begins_with_the_numbers_of_one_device(ranks, tiny_config, layout):
     whole, _, _, scale = gradient_of_the_output(tiny_config(**FP16))
     size, own = ranks_and_options(layout)

@@ -59,7 +59,7 @@ def test_json_of_one_layout(capsys):
 
 
 def test_text_of_one_layout(capsys, tmp_path):
-    plan.main([*MP, "--gpus", "16", "--tensor_parallel", "4", "--png", str(tmp_path / "memory.png")])
+    plan.main([*MP, "--depth", "4", "--gpus", "16", "--tensor_parallel", "4", "--png", str(tmp_path / "memory.png")])
     text = capsys.readouterr().out
     said = "tp 4 x dp 4", "forward all_reduce", "inside a node", "This fits", "node-hours", "Reading the data is not in"
     assert not [words for words in said if words not in text]
@@ -78,10 +78,10 @@ def test_the_best_layouts_of_16_gpus(capsys, tmp_path):
 
 
 def test_the_winner_comes_with_its_command_and_the_others_with_a_reason(capsys):
-    plan.main([*MP, "--gpus", "16", "--top", "1"])
+    plan.main([*MP, "--gpus", "8", "--top", "1"])
     text, told = capsys.readouterr()
     assert re.fullmatch(r"tracing layout 1 of 1 \(of \d+ that can run\), after 0 s\n", told)
-    assert "sbatch -N 4 submit_" in text and "12 blocks cannot be shared by" in text
+    assert "sbatch -N 2 submit_" in text and "12 blocks cannot be shared by" in text
 
 
 @pytest.mark.slow("a search in which no layout fits")

@@ -77,6 +77,7 @@ def folder(tiny_options, tmp_path, monkeypatch):
         return plan
 
     monkeypatch.setattr(comparison, "planned_figures", as_planned)
+    monkeypatch.setattr(comparison, "plan_layout", as_planned)  # it would trace the model for nothing
 
     def make(readings=3, **measured):
         run = tmp_path / "logs/quick/00"

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.marks import slow_rows_but
 from tools.planner.textbook import textbook_traces
 from tools.planner.trace import trace_step
 from tools.planner.validate import build_cases
@@ -20,6 +21,7 @@ LARGE = [  # GPUs, script and options
     (4, f"{MP}_quick --tensor_parallel=2 --data_parallel=fsdp --optimizer=Muon"),
     (16, f"{SHARD} --domain_parallel=2x2 --domain_method=gather --data_parallel=ddp --depth=4"),
 ]
+QUICK = [0, 1, 4, 5, 6]  # each kind of split, and each number of GPUs
 
 
 def assert_near(config, layout):
@@ -39,7 +41,7 @@ def test_small_layouts_are_within_a_tenth_of_the_trace(name):
     assert_near(*SMALL[name])
 
 
-@pytest.mark.parametrize(("ranks", "words"), LARGE)
+@pytest.mark.parametrize(("ranks", "words"), slow_rows_but(QUICK, LARGE, "more layouts as users run them"))
 def test_layouts_as_users_run_them_are_within_a_tenth_of_the_trace(ranks, words):
     script, *options = words.split()
     config = load_config(options, None, ranks, SCRIPTS[script].yaml_config, SCRIPTS[script].splits)

@@ -96,10 +96,8 @@ def test_a_few_blocks_tell_of_many(words, monkeypatch):
 
 def test_the_cost_does_not_depend_on_the_number_of_ranks():
     """A rank of many does as much work as one of few, where its part is the same."""
-    few, many = (
-        trace_step(*settings("config/mp.yaml", f"--config=mp --tensor_parallel=2 --local_batch_size=2 {fsdp}", gpus))[0]
-        for gpus, fsdp in ((8, ""), (1024, ""))
-    )
+    words = "--config=mp --depth=2 --tensor_parallel=2 --local_batch_size=2"
+    few, many = (trace_step(*settings("config/mp.yaml", words, gpus))[0] for gpus in (8, 1024))
     assert few.operations.total() == many.operations.total()
     assert few.memory == many.memory
     assert len(many.groups["dp"]) == 512

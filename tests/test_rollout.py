@@ -118,7 +118,7 @@ def validated_between_steps(config, average):
     return torch.stack(losses)
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", slow_but(["fsdp"], ["zero2", "fsdp"], "weights that stay whole"))
 def test_a_validation_with_averaged_weights_leaves_training_as_it_was(ranks, tiny_config, strategy):
     config = tiny_config(**STEPS, data_parallel=strategy)
     assert torch.equal(*(ranks(2, validated_between_steps, config, average)[0] for average in (False, True)))

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from distributed.shard_tensor import ShardTensor, local
+from tests.support.marks import slow_but
 from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, split
 
 IMAGES = [  # x (2, 4, 9, 8), y (2, 4, 9, 8), z plain (4,)
@@ -27,7 +28,7 @@ IMAGES = [  # x (2, 4, 9, 8), y (2, 4, 9, 8), z plain (4,)
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", slow_but([3, 4], [2, 3, 4], "bands of two ranks"))
 def test_functions_of_images_give_what_the_whole_gives(ranks, world):
     mesh, cuts = (2, 2) if world == 4 else (), {2: [(4, 5), (9, 0)], 3: [(5, 0, 4)], 4: [(3, 6)]}
     images = [X((2, 4, 9, 8), (2, 3) if mesh else (2,), {0: cut}) for cut in cuts[world]]

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from distributed.collectives import as_group
 from distributed.shard.ops import convolution
 from distributed.shard.ops.convolution import convolve
+from tests.support.marks import slow_but
 from tests.support.shard_parity import X, domain_mesh, draw, split
 from tests.support.spatial_cases import BANDS, check_on_images
 from tools.instruments.counting import CollectiveCounter
@@ -26,7 +27,7 @@ TRANSPOSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", slow_but([3, 4], [2, 3, 4], "bands of two ranks"))
 def test_convolution(ranks, world):
     operations = []
     for count, table in ((1, CONVOLUTIONS[2:6]), (2, CONVOLUTIONS), (3, CONVOLUTIONS[1:4])):
@@ -36,7 +37,7 @@ def test_convolution(ranks, world):
     check_on_images(ranks, world, operations)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", slow_but([3, 4], [2, 3, 4], "bands of two ranks"))
 def test_transposed_convolution(ranks, world):
     operations = []
     for count, table in ((1, TRANSPOSED[4:]), (2, TRANSPOSED), (3, TRANSPOSED[5:])):
@@ -53,7 +54,7 @@ def circular(x, weight, bias):
     return torch.func.functional_call(layer, {"weight": weight, "bias": bias}, (x,))
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", slow_but([3, 4], [2, 3, 4], "bands of two ranks"))
 def test_circular_convolution_keeps_the_sizes(ranks, world):
     kernels = (1, (5,)), (2, (3, 3)), (3, (3, 3, 3))
     check_on_images(ranks, world, [(count, circular, (6, 4, *kernel), (6,)) for count, kernel in kernels])

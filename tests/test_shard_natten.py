@@ -13,7 +13,7 @@ from distributed.domain_parallel import domain_parallel
 from distributed.shard.fallback import calls
 from distributed.shard.ops import windows
 from distributed.shard_tensor import ShardTensor, set_fallback
-from tests.support.marks import needs_torch
+from tests.support.marks import needs_torch, slow_but
 from tests.support.natten_stand_in import installed
 from tests.support.shard_parity import Case, X, check, check_all, domain_mesh, draw, split
 from utils import comm
@@ -79,7 +79,7 @@ def check_cases(size, without_backward):
         check_all(doubles)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", slow_but([3, 4], [2, 3, 4], "bands of two ranks"))
 @pytest.mark.parametrize("without_backward", [(), ("cpu",)], ids=["library", "cpu"])
 def test_natten_on_a_split_grid_is_natten_on_the_whole(ranks, size, without_backward):
     ranks(size, check_cases, size, without_backward)
@@ -192,7 +192,11 @@ def test_a_model_of_natten_runs_on_bands(ranks):
 
 
 @needs_torch((2, 13), "cannot trace the rules of ShardTensor in a model")
-@pytest.mark.parametrize("without_backward", [(), ("cpu",)], ids=["library", "cpu"])
+@pytest.mark.parametrize(
+    "without_backward",
+    slow_but([()], [(), ("cpu",)], "a graph over the stand-in for a kernel without a backward pass"),
+    ids=["library", "cpu"],
+)
 def test_a_model_of_natten_is_one_graph(ranks, without_backward):
     ranks(2, a_model_on_bands, compiled, without_backward)
 

@@ -12,6 +12,7 @@ from distributed.batch_norm import EQUAL, batch_norm
 from distributed.collectives import as_group
 from distributed.shard.ops.moments import moments
 from distributed.shard_tensor import ShardTensor, local
+from tests.support.marks import slow_but
 from tests.support.parity import error
 from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, errors, evaluate, refused, split
 
@@ -55,7 +56,7 @@ def cases(ranks):
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", slow_but([3], [2, 3, 4], "other numbers of ranks"))
 def test_norms_are_those_of_the_whole(ranks, size):
     """Only groups of channels that are broken up are refused."""
     assert ranks(size, refused, cases(size))[0] <= {GROUPS.format(3)}

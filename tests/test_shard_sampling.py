@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.support.marks import slow_but
 from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, messages, split
 
 MODES = ("bilinear", "nearest", "bicubic")
@@ -63,7 +64,7 @@ def volumes(world):
             yield Case(moved, pair, (), mesh, torch.float64, keywords)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", slow_but([3, 4], [2, 3, 4], "bands of two ranks"))
 def test_samples_near_and_far_are_those_of_the_whole_image(ranks, world):
     ranks(world, check_all, [*cases(world), *volumes(world)])
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.support.marks import slow_but
 from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, messages, split
 
 
@@ -70,7 +71,7 @@ def window_cases(world):
             yield Case(merge, (x,), (), mesh, torch.float64)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", slow_but([3, 4], [2, 3, 4], "bands of two ranks"))
 def test_windows_that_the_pieces_do_not_fit_give_what_the_whole_gives(ranks, world):
     ranks(world, check_all, list(window_cases(world)))
 
@@ -123,7 +124,7 @@ def token_cases(world):
         yield Case(softmax_of_all, (x,), weights[:1], mesh, torch.float64)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", slow_but([3, 4], [2, 3, 4], "bands of two ranks"))
 def test_a_class_token_ahead_of_tokens_of_tiles(ranks, world):
     ranks(world, check_all, list(token_cases(world)))
 

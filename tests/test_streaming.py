@@ -15,7 +15,7 @@ import pytest
 
 from tests.support import era5_examples, programs
 from tests.support.launch import losses, summary
-from tests.support.marks import slow_but
+from tests.support.marks import slow_but, slow_rows_but
 from tests.support.refusals import refusal
 from tests.support.web_server import BAD_ANSWERS, serving
 from tests.test_data_loader import CPU, read_all
@@ -337,8 +337,12 @@ def test_shards_are_read_from_a_server_that_knows_no_ranges(sample_folder, tmp_p
         np.testing.assert_array_equal(read_all(ours), read_all(theirs))
 
 
-@pytest.mark.parametrize("place", ["memory", "http", "here"])
-@pytest.mark.parametrize("wb2", [False, True])
+PLACES = [(wb2, place) for wb2 in (False, True) for place in ("memory", "http", "here")]
+
+
+@pytest.mark.parametrize(
+    ("wb2", "place"), slow_rows_but([0, 2, 4], PLACES, "either kind of store in every place"), ids=str
+)
 def test_stores_in_the_names_of_others_are_read_as_the_converter_writes_them(tmp_path, place, wb2):
     data = era5_examples.build(wb2, hours=3)
     era5_examples.save_zarr(data, tmp_path / "era5.zarr")

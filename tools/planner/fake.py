@@ -8,8 +8,8 @@ DistributedDataParallel, pipelines and process groups. Checked with torch 2.13.
 import inspect
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from types import SimpleNamespace
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from distributed import attention, attention_kernels
 from distributed.collectives import shard_sizes
 from distributed.data_parallel import DataParallelOptions, fully_shard_model
+from distributed.pipeline import Pipeline
 from distributed.shard import constants
 from distributed.split import Split, own_window
 from tools.planner.fake_kernels import kernels_with_statistics
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 # How a schedule's method of these messages is called in torch 2.13, and in 2.15; 2.11 has none.
 SHAPE_MESSAGES = ("_warmup_p2p", "_initialize_pipeline_distributed_state")
+# A schedule of one stage a rank has the first of these methods, and one of several stages has the other.
+PREPARES_STAGES = ("_initialize_stage", "_initialize_stages")
 
 
 @contextmanager
@@ -274,6 +277,33 @@ def pipeline_shapes(config: Config, layout: Layout) -> Iterator[None]:
         # Torch 2.11 compares the outputs with the shapes above, and their types too, which autocast decides.
         patch.object(PipelineStage, "_validate_fwd_outputs", lambda *_: None, create=True),
     ):
+        yield
+
+
+class _Prepared(BaseException):
+    """The stages of a pipeline have their buffers. It is no Exception, which a schedule of torch would log."""
+
+
+@contextmanager
+def ends_before_computing(pipeline: Pipeline) -> Iterator[None]:
+    """Inside, the first step of a pipeline ends once its stages have what they keep for all steps.
+
+    Where torch has these methods no more, the step runs to its end, which takes longer and leaves the same.
+    """
+
+    def stopping(prepare: Callable[..., object]) -> Callable[..., None]:
+        def prepare_and_stop(*args: Any, **kwargs: Any) -> None:
+            prepare(*args, **kwargs)
+            raise _Prepared
+
+        return prepare_and_stop
+
+    with ExitStack() as stack:
+        for name in PREPARES_STAGES:
+            prepare = getattr(pipeline.schedule, name, None)
+            if prepare:
+                stack.enter_context(patch.object(pipeline.schedule, name, stopping(prepare)))
+        stack.enter_context(suppress(_Prepared))
         yield
 
 

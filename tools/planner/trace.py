@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cache
+from itertools import chain
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -27,6 +28,7 @@ from tools.instruments.tracker import Message, Operation, Tracker
 from tools.planner.fake import (
     Replica,
     buffers_of_numbers,
+    ends_before_computing,
     fake_rank,
     pipeline_shapes,
     receive_buffers,
@@ -229,15 +231,18 @@ def _facts_of(config):
 def _settle(step, x, y):
     """Give the optimizer its state, and DDP and a pipeline what they learn in their first step.
 
-    With fully_shard, or alone, all later steps are as the first: there an update makes the state.
+    With fully_shard, in a pipeline, or alone, all later steps are as the first: there an update makes the state.
     """
     parallel = step.parallel
     trained = {name: p for name, p in parallel.model.named_parameters() if p.requires_grad}
-    learns = parallel.replicated or parallel.pipeline
+    learns = parallel.replicated and not parallel.pipeline
     if learns or not trained.keys() <= step.task.usage.reached:
         with Watch():  # in it a fake ShardTensor is its local part
             step(0, x, y)
         return
+    if parallel.pipeline:
+        with Watch(), ends_before_computing(parallel.pipeline):
+            step(0, x, y)
     for parameter in trained.values():
         parameter.grad = torch.empty_like(parameter)
     with Watch():
@@ -280,7 +285,6 @@ class _StepObserver:
 
     def __init__(self, step: TrainingStep, x: Tensor, y: Tensor):
         self.model = step.parallel.model
-        self.modules = list(self.model.modules())
         self.own = [p for group in step.optimizer.param_groups for p in group["params"]]  # this rank's parameters
         stages = step.parallel.pipeline.stages if step.parallel.pipeline else []
         self.called: list[nn.Module] = [stage.submod for stage in stages]
@@ -347,12 +351,9 @@ class _StepObserver:
 
     def saved(self, tensor: Tensor) -> Tensor:
         """Called with each tensor that autograd saves. Weights and tables that the backward pass reads stay anyway."""
-        saved = storage_id(tensor)
-        for module in self.modules:
-            kept_anyway = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            if saved in map(storage_id, kept_anyway):
-                return tensor
-        self.tracker.save([tensor])
+        kept_anyway = chain(self.model.parameters(), self.model.buffers())
+        if storage_id(tensor) not in map(storage_id, kept_anyway):
+            self.tracker.save([tensor])
         return tensor
 
 
