@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
+import xarray
 from tqdm import tqdm
 
 from utils.choices import choose
@@ -216,7 +217,8 @@ class DataCheck:
 
 def build_value_check(file: YearFile, description: Description) -> ValueCheck:
     """The check of a file's frames. It knows the channels, and what the file itself says of missing values."""
-    fields = file.arrays[DATASET]
+    # Frames that are converted when they are read have no such array.
+    fields = file.arrays.get(DATASET, xarray.Variable((), np.float32(0)))
     return ValueCheck(
         [channel_key(name) for name in description.names],
         units=description.units,

@@ -121,7 +121,7 @@ class DataSetWriter:
                 with whole_file(path) as part, make_hdf5(part, size) as file:
                     fields = self._describe(file, self.dates[path], constant)
                     # Not all frames of a file fit in memory at once.
-                    for first, count in chunks(fields):
+                    for first, count in chunks(*fields.shape):
                         fields[first : first + count] = read_frames(self.dates[path][first : first + count])
                         progress.update(count)
         described = all(path.exists() for path in self.stats)

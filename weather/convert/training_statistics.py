@@ -1,5 +1,6 @@
 """Statistics of the training years, in one pass over their frames."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -97,8 +98,8 @@ def training_statistics(
             check = build_value_check(year, description)
             axis = read_time_axis(year)
             follows = _follows(year, axis)
-            for first, count in chunks(year.fields):
-                frames = year.fields[first : first + count]
+            for first, count in chunks(*year.shape):
+                frames = year.frames(first, count)
                 problem = check.find(frames) if checks_values else None
                 if problem is not None:
                     number = first + problem.frame
@@ -161,10 +162,8 @@ def _follows(year: YearFile, axis: TimeAxis | None) -> np.ndarray:
     return np.concatenate([[False], is_regular])
 
 
-def chunks(fields: Any) -> Iterator[tuple[int, int]]:
-    """(first frame, number of frames) of parts of a dataset [time, ...] that fit in memory."""
-    frames = fields.shape[0]
-    frame_bytes = fields.nbytes / frames
-    count = max(1, int(CHUNK_BYTES // frame_bytes))
+def chunks(frames: int, *image: int) -> Iterator[tuple[int, int]]:
+    """(first frame, number of frames) of parts of fields that fit in memory. image: shape of a frame, (C, H, W)."""
+    count = max(1, int(CHUNK_BYTES // (4 * math.prod(image))))
     for first in range(0, frames, count):
         yield first, min(count, frames - first)

@@ -3,8 +3,8 @@
 Its frames are our 20 channels at 00, 06, 12 and 18 UTC, rows from the north, columns from Greenwich eastward.
 """
 
+import math
 import threading
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +15,8 @@ from weather.fields.channels import CHANNELS
 from weather.fields.grid import HOUR, years_of
 from weather.sources.data import Era5
 from weather.sources.store import Store
-from weather.years.held_arrays import Frames, lazy_variable
-from weather.years.year_data import DATASET, YearFile
+from weather.years.year_data import YearFile
 
-DIMENSIONS = ("time", "channel", "latitude", "longitude")
 EPOCH = np.datetime64("1970-01-01", "s")
 
 
@@ -62,12 +60,10 @@ class SourceYear(YearFile):
             reader.era5.check(self.dates)
         latitude, longitude = reader.era5.grid
         self.shape = (len(self.dates), len(CHANNELS), len(latitude), len(longitude))
-        self.fields = Frames(self)
-        self.size = self.fields.nbytes
+        self.size = 4 * math.prod(self.shape)
         hours = (self.dates - EPOCH) / HOUR
         time = xarray.Variable("time", hours, {"units": "hours since 1970-01-01"})
-        fields = lazy_variable(DIMENSIONS, partial(self.fields.__getitem__, ...), self.shape, self.fields.dtype, {})
-        self.arrays = reader.arrays | {DATASET: fields, "time": time}
+        self.arrays = reader.arrays | {"time": time}
 
     def close(self) -> None:
         """Nothing is held open."""
@@ -104,9 +100,10 @@ def _constant_fields(store: Store) -> dict[str, xarray.Variable]:
     """The fields of latitude and longitude alone, which forcings may be, turned as the frames are."""
     found = {}
     order = [store.axes["latitude"], store.axes["longitude"]]
+    rows = slice(None, None, -1 if store.is_south_first else 1)
+    columns = np.roll(np.arange(len(store.longitude)), -store.first_column)
     for name, variable in store.source.variables.items():
         if set(variable.dims) == set(order):
-            rows_first = variable.transpose(*order)
-            load = partial(store.turn, rows_first)
-            found[name] = lazy_variable(DIMENSIONS[2:], load, rows_first.shape, variable.dtype, {})
+            turned = variable.isel(dict(zip(order, (rows, columns), strict=True)))  # not read yet
+            found[name] = turned.transpose(*order)
     return found

@@ -57,12 +57,10 @@ class Description(NamedTuple):
 class YearFile(ABC):
     """One open year. `read` fills buffers from it.
 
-    path: where it can be opened again. fields: an array (T, C, H, W) that slices.
-    arrays: all that it holds, by name. size: in bytes.
+    path: where it can be opened again. arrays: all that it holds, by name. size: in bytes.
     """
 
     path: Path
-    fields: Any
     arrays: Mapping[str, xarray.Variable]
     shape: tuple[int, int, int, int]
     size: int
@@ -92,6 +90,13 @@ class YearFile(ABC):
         """Fill `out`, contiguous (T, C, h, w), with T frames from `frame` on: first C channels, a window of points."""
         with reading(f"{self.path}: frame {frame}"):
             self._read(frame, out, rows, columns)
+
+    def frames(self, first: int, count: int) -> np.ndarray:
+        """Up to `count` frames from the first of them on, all channels and points: (T, C, H, W) float32."""
+        total, channels, height, width = self.shape
+        frames = np.empty((min(count, total - first), channels, height, width), np.float32)
+        self.read(first, frames, slice(0, height), slice(0, width))
+        return frames
 
     def read_rows(self, frame: int, channels: int, rows: np.ndarray) -> np.ndarray:
         """Read some rows of a frame, increasing, as whole circles: the first channels, (C, R, W)."""

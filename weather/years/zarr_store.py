@@ -1,17 +1,18 @@
 """An open Zarr store, here or elsewhere: in our own layout, or with the variables of ERA5 in the names of others."""
 
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xarray
+from xarray.backends.zarr import ZarrArrayWrapper
+from xarray.core import indexing
 
 from utils.errors import UsageError, reading, reported_as_usage_error
 from weather.fields.channels import BY_NAME
 from weather.sources.remote_store import RemoteObjects, RemoteOptions, is_address
 from weather.sources.store import Store
-from weather.years.held_arrays import lazy_variable
 from weather.years.source_year import SourceReader
 from weather.years.year_data import DATASET
 
@@ -111,5 +112,5 @@ def _as_variable(array: Any) -> xarray.Variable:
     if not names or len(names) != array.ndim:
         names = [None] * array.ndim
     dims = [str(name or f"dim{number}") for number, name in enumerate(names)]
-    load = partial(array.__getitem__, ...)
-    return lazy_variable(dims, load, array.shape, array.dtype, array.attrs)
+    lazy = indexing.LazilyIndexedArray(ZarrArrayWrapper(array))
+    return xarray.Variable(dims, indexing.MemoryCachedArray(lazy), dict(array.attrs))

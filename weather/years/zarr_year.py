@@ -11,7 +11,6 @@ import numpy as np
 
 from utils.errors import UsageError
 from weather.fields.grid import years_of
-from weather.years.held_arrays import Frames
 from weather.years.year_data import YearFile, file_times
 from weather.years.zarr_store import ZarrStore
 
@@ -27,7 +26,6 @@ class ZarrYear(YearFile):
         self._check_fields()
         self.stored = store.stored
         self.chunks = store.chunks
-        self.fields = self.stored
         self.shape = self.stored.shape
         self.first = 0  # of the frames of the store
         if year is not None:
@@ -50,7 +48,6 @@ class ZarrYear(YearFile):
         if end - self.first != len(chosen):
             raise UsageError(f"{self.path}: frames of other years lie between those of {year}: sort it by time")
         self.shape = (len(chosen), *self.stored.shape[1:])
-        self.fields = Frames(self)
         # The other arrays do not change with time, and are those of the store.
         if "time" in self.arrays:
             self.arrays = {**self.arrays, "time": self.arrays["time"][self.first : end]}
