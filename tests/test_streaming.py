@@ -28,8 +28,7 @@ from weather.sources import remote_store
 from weather.sources.chunk_sources import Place
 from weather.sources.remote_store import RemoteOptions
 from weather.years.dataset import FieldDataset
-from weather.years.store_path import data_path
-from weather.years.year_reader import year_paths
+from weather.years.year_reader import data_path, year_paths
 
 zarr = pytest.importorskip("zarr", reason="pip install -r requirements/era5.txt")
 numcodecs = pytest.importorskip("numcodecs", reason="pip install -r requirements/era5.txt")

@@ -17,9 +17,8 @@ from tqdm import tqdm
 from utils.choices import choose
 from utils.errors import UsageError
 from weather.checks.statistics import ANYWAY, FrameSums
+from weather.fields.attributes import find_stated_range, read_missing_values
 from weather.fields.channels import channel_key
-from weather.fields.packing import read_missing_values
-from weather.fields.stated_range import find_stated_range
 from weather.fields.time_axis import TimeAxis, show
 from weather.fields.value_check import Problem, ValueCheck
 from weather.years.dataset import FieldDataset
@@ -80,11 +79,6 @@ class CheckedDataset:
         self.rows = np.arange(height) if looks_at_all else sampled_rows(dataset)
         self.checks = [build_value_check(file, description) for file in dataset.files]
         self.hashes: dict[tuple[int, int], list[int]] = {}  # {(file, hash of what was read): frames}
-
-    @property
-    def reads_parts(self) -> bool:
-        """Tell whether rows are read without the rest of a frame: else a look costs a whole frame, or many."""
-        return all(file.reads_parts for file in self.dataset.files)
 
     def read(self, look: Look) -> np.ndarray:
         """The rows of some frames, (T, C, R, W)."""
@@ -195,7 +189,8 @@ class DataCheck:
 
     def _batches(self) -> Iterator[list[Look]]:
         """As many looks at a time as there are threads; one where a look may cost the reading of much more."""
-        is_cheap = all(checked.reads_parts for checked in self.checked) and not self.looks_at_all
+        files = [file for checked in self.checked for file in checked.dataset.files]
+        is_cheap = all(file.reads_parts for file in files) and not self.looks_at_all
         size = THREADS if is_cheap else 1
         for first in range(0, len(self.looks), size):
             yield self.looks[first : first + size]

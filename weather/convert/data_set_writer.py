@@ -22,6 +22,7 @@ from weather.fields.channels import Channel
 from weather.fields.grid import Grid
 from weather.sources.data import SourceData
 from weather.sources.hdf5 import is_hdf5, make_hdf5, open_hdf5
+from weather.years.year_data import describe_axes
 
 SPLITS = ("train", "valid", "test")
 Constant = Mapping[str, tuple[str, np.ndarray]]
@@ -137,16 +138,7 @@ class DataSetWriter:
         constant: Constant,
     ) -> h5py.Dataset:
         """Write everything but the fields into a file; returns the empty dataset of the fields."""
-        latitude, longitude = self.grid
-        # Hours are whole for most data, and fractions for the others.
-        seconds = dates.astype("datetime64[s]").astype(np.int64)
-        hours = seconds / 3600
-        scales: dict[str, tuple[Sequence[Any] | np.ndarray, str | None]] = {
-            "time": (hours, "hours since 1970-01-01"),
-            "channel": ([channel.name for channel in self.channels], None),
-            "latitude": (latitude, "degrees_north"),
-            "longitude": (longitude, "degrees_east"),
-        }
+        scales = describe_axes(dates, self.channels, self.grid)
         shape = [len(values) for values, _ in scales.values()]
         fields = file.create_dataset("fields", shape, "f4")
 

@@ -13,9 +13,8 @@ from utils.files import whole_file
 from weather.checks.data_check import build_value_check, describe_problem
 from weather.convert.climate_quantiles import FILE, climate_quantiles
 from weather.fields.time_axis import TimeAxis, read_time_axis
-from weather.years.store_path import StorePath
 from weather.years.year_data import YearFile
-from weather.years.year_reader import open_year
+from weather.years.year_reader import StorePath, open_year
 
 STATS = ("global_means", "global_stds", "time_means", "change_stds")
 CHUNK_BYTES = 64e6  # of frames held in memory at a time
@@ -54,11 +53,6 @@ class StatisticsSums:
         self.changes = self.changes + np.square(changes).sum((0, 2, 3))
         self.pairs += int(follows.sum())
         self.last = x[-1:]
-
-    def means(self) -> np.ndarray:
-        """The mean of each channel, (C,) float64."""
-        assert self.origin is not None  # frames were added
-        return self.time_means().mean((1, 2))
 
     def time_means(self) -> np.ndarray:
         """The mean of each point over time, (C, H, W) float64."""
@@ -107,7 +101,8 @@ def training_statistics(
                     raise UsageError(describe_problem(path, axis, number, name, problem))
                 sums.add(frames, follows[first : first + count])
 
-    means = sums.means()
+    time_means = sums.time_means()
+    means = time_means.mean((1, 2))
     stds = sums.stds()
     is_constant = ~(stds > 0)  # or NaN
     for channel in map(int, np.flatnonzero(is_constant)):
@@ -118,7 +113,7 @@ def training_statistics(
     arrays = [
         means[:, None, None],
         stds[:, None, None],
-        sums.time_means(),
+        time_means,
         sums.change_stds()[:, None, None],
     ]
     return [array[None].astype(np.float32) for array in arrays]

@@ -317,14 +317,8 @@ def _datasets(folder: h5py.Group) -> Iterator[tuple[str, h5py.Dataset]]:
     """The arrays of numbers in a group, less the placeholders that NetCDF writes for dimensions without values."""
     for name, dataset in folder.items():
         is_array = isinstance(dataset, h5py.Dataset) and dataset.shape is not None
-        if is_array and not is_only_a_dimension(dataset):
+        if is_array and not _text(dataset.attrs.get("NAME", "")).startswith("This is a netCDF dimension"):
             yield name, dataset
-
-
-def is_only_a_dimension(array: Any) -> bool:
-    """Tell whether this is the placeholder that NetCDF writes for a dimension without values."""
-    note = array.attrs.get("NAME", "") if isinstance(array, h5py.Dataset) else ""
-    return _text(note).startswith("This is a netCDF dimension")
 
 
 def _variable(files: FileManager, name: str, dataset: h5py.Dataset) -> xarray.Variable:
