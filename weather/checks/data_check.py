@@ -30,7 +30,7 @@ SAMPLE_SECONDS = 1.3
 SAMPLE_BYTES = 2e6
 # Reads in flight: a parallel file system answers each of them late.
 THREADS = 8
-# Of all frames, so many bytes at a time: chunks that hold several frames are then decoded once.
+# Of frames held in memory at a time: chunks that hold several frames are then decoded once.
 BLOCK_BYTES = 64e6
 # Frames of the first data set that are held against the statistics.
 SUMMED_FRAMES = 40
@@ -240,11 +240,17 @@ def all_looks(datasets: Sequence[FieldDataset]) -> list[Look]:
     looks = []
     for number, dataset in enumerate(datasets):
         for file, frames in enumerate(dataset.used_frames()):
-            frame_bytes = 4 * dataset.channels * math.prod(dataset.files[file].shape[2:])
-            most = max(1, int(BLOCK_BYTES // frame_bytes))
-            for first in range(0, frames, most):
-                looks.append(Look(number, file, first, min(most, frames - first)))
+            image = dataset.files[file].shape[2:]
+            for first, count in blocks(frames, dataset.channels, *image):
+                looks.append(Look(number, file, first, count))
     return looks
+
+
+def blocks(frames: int, *image: int) -> Iterator[tuple[int, int]]:
+    """(first frame, number of frames) of parts of fields that fit in memory. image: shape of a frame, (C, H, W)."""
+    count = max(1, int(BLOCK_BYTES // (4 * math.prod(image))))
+    for first in range(0, frames, count):
+        yield first, min(count, frames - first)
 
 
 def sampled_rows(dataset: FieldDataset) -> np.ndarray:

@@ -16,8 +16,9 @@ from tqdm import tqdm
 
 from utils.errors import UsageError, first_line
 from utils.files import whole_file
+from weather.checks.data_check import blocks
 from weather.convert.climate_quantiles import FILE, LEAST_FRAMES, QUANTILES
-from weather.convert.training_statistics import STATS, chunks, write_statistics
+from weather.convert.training_statistics import STATS, write_statistics
 from weather.fields.channels import Channel
 from weather.fields.grid import Grid
 from weather.sources.data import SourceData
@@ -122,7 +123,7 @@ class DataSetWriter:
                 with whole_file(path) as part, make_hdf5(part, size) as file:
                     fields = self._describe(file, self.dates[path], constant)
                     # Not all frames of a file fit in memory at once.
-                    for first, count in chunks(*fields.shape):
+                    for first, count in blocks(*fields.shape):
                         fields[first : first + count] = read_frames(self.dates[path][first : first + count])
                         progress.update(count)
         described = all(path.exists() for path in self.stats)

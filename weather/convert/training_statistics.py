@@ -1,7 +1,6 @@
 """Statistics of the training years, in one pass over their frames."""
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,13 @@ import numpy as np
 
 from utils.errors import UsageError, reading
 from utils.files import whole_file
-from weather.checks.data_check import build_value_check, describe_problem
+from weather.checks.data_check import blocks, build_value_check, describe_problem
 from weather.convert.climate_quantiles import FILE, climate_quantiles
 from weather.fields.time_axis import TimeAxis, read_time_axis
 from weather.years.year_data import YearFile
 from weather.years.year_reader import StorePath, open_year
 
 STATS = ("global_means", "global_stds", "time_means", "change_stds")
-CHUNK_BYTES = 64e6  # of frames held in memory at a time
 
 
 class StatisticsSums:
@@ -92,7 +90,7 @@ def training_statistics(
             check = build_value_check(year, description)
             axis = read_time_axis(year)
             follows = _follows(year, axis)
-            for first, count in chunks(*year.shape):
+            for first, count in blocks(*year.shape):
                 frames = year.frames(first, count)
                 problem = check.find(frames) if checks_values else None
                 if problem is not None:
@@ -155,10 +153,3 @@ def _follows(year: YearFile, axis: TimeAxis | None) -> np.ndarray:
     # Without dates nothing is known of gaps.
     is_regular = axis.is_regular if axis is not None else np.ones(year.shape[0] - 1, bool)
     return np.concatenate([[False], is_regular])
-
-
-def chunks(frames: int, *image: int) -> Iterator[tuple[int, int]]:
-    """(first frame, number of frames) of parts of fields that fit in memory. image: shape of a frame, (C, H, W)."""
-    count = max(1, int(CHUNK_BYTES // (4 * math.prod(image))))
-    for first in range(0, frames, count):
-        yield first, min(count, frames - first)

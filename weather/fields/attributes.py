@@ -30,8 +30,6 @@ def read_packing(array: Any) -> dict[str, Any]:
     for name, neutral in NEUTRAL_PACKING.items():
         # The attribute may be an array of one number.
         attribute = array.attrs.get(name, neutral)
-        if isinstance(attribute, h5py.Empty):  # an attribute without a value
-            continue
         try:
             value = float(np.asarray(attribute).item())
         except ValueError:  # several numbers, or a text
@@ -62,11 +60,8 @@ def read_missing_values(attributes: Mapping[str, Any]) -> list[float]:
     """
     found = []
     for name in MISSING_ATTRIBUTES:
-        stated = attributes.get(name)
-        if stated is None or isinstance(stated, h5py.Empty):
-            continue
         with contextlib.suppress(ValueError):  # of another kind: NaN and fill numbers are found without it
-            found.append(_as_number(stated))
+            found.append(_as_number(attributes.get(name, np.nan)))
     return [value for value in found if not np.isnan(value) and value != 0]
 
 
