@@ -190,7 +190,8 @@ class DataCheck:
     def _batches(self) -> Iterator[list[Look]]:
         """As many looks at a time as there are threads; one where a look may cost the reading of much more."""
         files = [file for checked in self.checked for file in checked.dataset.files]
-        is_cheap = all(file.reads_parts for file in files) and not self.looks_at_all
+        read_parts = all(file.reads_parts for file in files)
+        is_cheap = read_parts and not self.looks_at_all
         size = THREADS if is_cheap else 1
         for first in range(0, len(self.looks), size):
             yield self.looks[first : first + size]
@@ -213,7 +214,8 @@ class DataCheck:
 def build_value_check(file: YearFile, description: Description) -> ValueCheck:
     """The check of a file's frames. It knows the channels, and what the file itself says of missing values."""
     # Frames that are converted when they are read have no such array.
-    fields = file.arrays.get(DATASET, xarray.Variable((), np.float32(0)))
+    nothing = xarray.Variable((), np.float32(0))
+    fields = file.arrays.get(DATASET, nothing)
     return ValueCheck(
         [channel_key(name) for name in description.names],
         units=description.units,
@@ -248,7 +250,8 @@ def all_looks(datasets: Sequence[FieldDataset]) -> list[Look]:
 
 def blocks(frames: int, *image: int) -> Iterator[tuple[int, int]]:
     """(first frame, number of frames) of parts of fields that fit in memory. image: shape of a frame, (C, H, W)."""
-    count = max(1, int(BLOCK_BYTES // (4 * math.prod(image))))
+    frame_bytes = 4 * math.prod(image)
+    count = max(1, int(BLOCK_BYTES // frame_bytes))
     for first in range(0, frames, count):
         yield first, min(count, frames - first)
 

@@ -53,7 +53,9 @@ def read_statistics(
 
     Raises UsageError if the file is missing, has another shape, or holds values that are not finite.
     """
-    return read_kinds(path, (1, channels, *(img_size or (1, 1))))[0]
+    height, width = img_size or (1, 1)
+    (values,) = read_kinds(path, (1, channels, height, width))
+    return values
 
 
 def read_kinds(path: Path | str, shape: tuple[int, ...], remedy: str = "") -> np.ndarray:
@@ -63,7 +65,8 @@ def read_kinds(path: Path | str, shape: tuple[int, ...], remedy: str = "") -> np
     """
     values = open_array(path)
     fits = values.ndim == 4 and values.shape[0] == shape[0]
-    if not fits or np.any(np.less(values.shape, shape)):
+    is_small = fits and np.less(values.shape, shape).any()
+    if not fits or is_small:
         raise UsageError(f"{path}: expected shape {shape}, found {values.shape}{remedy}")
     _, channels, height, width = shape
     values = np.array(values[:, :channels, :height, :width], np.float32)

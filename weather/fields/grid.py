@@ -90,11 +90,14 @@ def check_global(grid: Grid, address: str) -> None:
     # Equal steps once around the globe; the first column is less than a step east of Greenwich.
     width = len(longitude)
     step = CIRCLE / width
-    even = longitude[0] + step * np.arange(width)
-    if not np.allclose(longitude, even, atol=1e-3) or longitude[0] >= step:
+    first = longitude[0]
+    even = first + step * np.arange(width)
+    is_even = np.allclose(longitude, even, atol=1e-3)
+    if not is_even or first >= step:
         raise UsageError(f"{address}: its {width} longitudes do not go once around the globe in equal steps{REGION}")
     # Some grids leave the poles out, by at most a step.
-    reach = np.ptp(latitude) + 2 * np.abs(np.diff(latitude)).max()
+    steps = np.abs(np.diff(latitude))
+    reach = np.ptp(latitude) + 2 * steps.max()
     if reach < 180:
         raise UsageError(f"{address}: its {len(latitude)} latitudes do not go from pole to pole{REGION}")
 

@@ -156,7 +156,8 @@ def _assumed_axis(file: StoredArrays) -> TimeAxis | None:
             "give it a `time` with units, such as 'hours since 1970-01-01'"
         )
     dates = frame_times(year, 0, frames)
-    return TimeAxis(dates, (dates - dates[0]).astype(np.int64), assumed=True)
+    elapsed = dates - dates[0]
+    return TimeAxis(dates, elapsed.astype(np.int64), assumed=True)
 
 
 def show(time: np.datetime64) -> str:

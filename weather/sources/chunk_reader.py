@@ -190,7 +190,8 @@ class ChunkReader:
         def keep(data: memoryview) -> None:
             self.indexes[coords] = parse_index(bytes(data), self.layout, key)
 
-        next(self.source.read_all([Place(key, *self.layout.index_range)], [keep]))
+        place = Place(key, *self.layout.index_range)
+        next(self.source.read_all([place], [keep]))
         return self.indexes[coords]
 
     def _never_written(self, coords: Coords) -> UsageError:

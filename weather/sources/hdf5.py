@@ -128,7 +128,8 @@ def check_filters(fields: h5py.Dataset, where: str) -> None:
         if h5py.h5z.filter_avail(code):
             continue
         # Filters that we do not know may tell their own name.
-        title = FILTERS.get(code, name.decode(errors="replace") or "unknown")
+        own_name = name.decode(errors="replace")
+        title = FILTERS.get(code, own_name or "unknown")
         package = "hdf5plugin" if code in FILTERS else "hdf5plugin, if it has it"
         raise UsageError(
             f"{where} is compressed with filter {code} ({title}), which this HDF5 lacks: rewrite it without "
@@ -314,7 +315,10 @@ def _datasets(folder: h5py.Group) -> Iterator[tuple[str, h5py.Dataset]]:
     """The arrays of numbers in a group, less the placeholders that NetCDF writes for dimensions without values."""
     for name, dataset in folder.items():
         is_array = isinstance(dataset, h5py.Dataset) and dataset.shape is not None
-        if is_array and not _text(dataset.attrs.get("NAME", "")).startswith("This is a netCDF dimension"):
+        if not is_array:
+            continue
+        note = _text(dataset.attrs.get("NAME", ""))
+        if not note.startswith("This is a netCDF dimension"):
             yield name, dataset
 
 

@@ -148,8 +148,10 @@ class RemoteObjects:
     def names(self, prefix: str) -> set[str] | None:
         """The names of all objects below a folder; None where the server does not list them."""
         found = self._listed(self.files.find, prefix)  # where it is None, a missing chunk is noticed when it is read
+        if found is None:
+            return None
         start = len(self.root.strip("/")) + 1
-        return None if found is None else {name.strip("/")[start:] for name in found}
+        return {name.strip("/")[start:] for name in found}
 
     def children(self, prefix: str) -> list[str]:
         """The names in a folder, without those in its folders; none where the server does not list them."""
@@ -161,7 +163,8 @@ class RemoteObjects:
         if self.address.startswith(UNLISTED):
             return None
         try:
-            return find(f"{self.root}/{prefix}".rstrip("/"))
+            folder = f"{self.root}/{prefix}"
+            return find(folder.rstrip("/"))
         except Exception:  # a bucket that anyone may read, but not list
             return None
 

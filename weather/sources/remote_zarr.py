@@ -54,7 +54,8 @@ class AnswerCheck:
         while folder and folder not in self.arrays:
             folder = folder.rpartition("/")[0]
         if folder in self.arrays:
-            inside = place._replace(key=place.key.removeprefix(folder).lstrip("/"))
+            name = place.key.removeprefix(folder)
+            inside = place._replace(key=name.lstrip("/"))
             _check_chunk(self.arrays[folder], inside, content)
 
     def _learn(self, folder: str, name: str, document: Document) -> None:
@@ -96,7 +97,8 @@ def _check_chunk(array: Document, place: Place, content: memoryview) -> None:
         return
     if layout.shards is None:
         return
-    sharding = array["codecs"][0]["configuration"]
+    codec = array["codecs"][0]
+    sharding = codec["configuration"]
     if (place.first, place.length) == layout.index_range:
         parse_index(bytes(content), layout, place.key)
     elif sharding["codecs"][0]["name"] != SHARDED:
@@ -107,9 +109,11 @@ def _check_chunk(array: Document, place: Place, content: memoryview) -> None:
 def _open(array: Document, chunks: dict[str, memoryview]) -> zarr.Array:
     """An array that has these chunks alone, by their names."""
     name = ".zarray" if array["zarr_format"] == 2 else "zarr.json"
-    objects = {name: json.dumps(array).encode(), **chunks}
     buffer = default_buffer_prototype().buffer
-    store = MemoryStore({key: buffer.from_bytes(bytes(content)) for key, content in objects.items()})
+    objects = {}
+    for key, content in {name: json.dumps(array).encode(), **chunks}.items():
+        objects[key] = buffer.from_bytes(bytes(content))
+    store = MemoryStore(objects)
     return zarr.open_array(store, mode="r", zarr_format=array["zarr_format"])
 
 
@@ -117,8 +121,9 @@ def _decode(array: Document, key: str, content: memoryview) -> None:
     """Decode one chunk by zarr."""
     opened = _open(array, {key: content})
     # The last codec has a name in format 3, and an id in format 2.
-    last = array.get("compressor") or array.get("codecs", [{}])[-1]
-    if last.get("id", last.get("name", "")).endswith("blosc"):
+    *_, last = array.get("codecs") or [array["compressor"] or {}]
+    name = last.get("name") or last.get("id", "")
+    if name.endswith("blosc"):
         check_blosc(content)
     numbers = [int(number) for number in re.findall(r"\d+", key)]
     block = tuple(numbers[: opened.ndim])  # a single value has the number 0 in format 2

@@ -240,9 +240,11 @@ def read_field(
         part[axes["level"]] = levels
     if axes["time"] in variable.dims:
         part[axes["time"]] = _as_slice(frames)
-    values = _first_version(variable, part, [axis for axis in axes.values() if axis])
+    order = [axis for axis in axes.values() if axis]
+    values = _first_version(variable, part, order)
     # A dimension that it does not have becomes one of length 1.
-    return values.reshape(-1, max(1, len(levels)), *values.shape[-2:])
+    height, width = values.shape[-2:]
+    return values.reshape(-1, max(1, len(levels)), height, width)
 
 
 def _first_version(

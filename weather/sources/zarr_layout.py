@@ -143,8 +143,10 @@ def chunk_layout(array: Any) -> ChunkLayout:
         # What makes bytes of an array. Others than the usual one change it.
         serializer = array.serializer.to_dict()
         is_plain = serializer["name"] == "bytes"
-        is_big = serializer.get("configuration", {}).get("endian") == "big"
-        dtype = dtype.newbyteorder(">" if is_big else "<") if is_plain else dtype
+        configuration = serializer.get("configuration", {})
+        is_big = configuration.get("endian") == "big"
+        if is_plain:
+            dtype = dtype.newbyteorder(">" if is_big else "<")
         names = [codec.to_dict()["name"] for codec in array.compressors]
     # What changes an array before it becomes bytes is undone by zarr.
     codecs = _codecs(names) if is_plain and not array.filters else None

@@ -53,7 +53,10 @@ def open_zarr_source(address: str, opened_store: ZarrStore | None = None) -> Sou
     """
     is_remote = "://" in address
     local = None if is_remote else WrittenChunks(address)
-    store = opened_store or local or RemoteZarrStore(RemoteObjects(address, RemoteOptions()))
+    store = opened_store or local
+    if store is None:
+        objects = RemoteObjects(address, RemoteOptions())
+        store = RemoteZarrStore(objects)
     # Consolidated metadata may be older than the store. A remote store is slow to list, or cannot be listed.
     consolidated = None if is_remote else False
     group = zarr.open_group(store, mode="r", use_consolidated=consolidated)

@@ -270,7 +270,9 @@ class FieldDataset:
                 continue
             earlier = known.setdefault((axis.dates[0], file.shape), file)
             # Members of an ensemble have the same dates, and other values.
-            if earlier is not file and np.array_equal(_first_field(earlier), _first_field(file), equal_nan=True):
+            if earlier is file:
+                continue
+            if np.array_equal(_first_field(earlier), _first_field(file), equal_nan=True):
                 raise UsageError(f"{file.path}: holds the frames of {earlier.path} once more: move one of them away")
 
     def _sample_starts(self, file: YearFile, axis: TimeAxis | None) -> np.ndarray:

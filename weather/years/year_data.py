@@ -94,7 +94,8 @@ class YearFile(ABC):
     def frames(self, first: int, count: int) -> np.ndarray:
         """Up to `count` frames from the first of them on, all channels and points: (T, C, H, W) float32."""
         total, channels, height, width = self.shape
-        frames = np.empty((min(count, total - first), channels, height, width), np.float32)
+        count = min(count, total - first)
+        frames = np.empty((count, channels, height, width), np.float32)
         self.read(first, frames, slice(0, height), slice(0, width))
         return frames
 
@@ -102,13 +103,18 @@ class YearFile(ABC):
         """Read some rows of a frame, increasing, as whole circles: the first channels, (C, R, W)."""
         width = self.shape[3]
         # One read of all rows between is faster, unless the file can skip those that nobody asked for.
-        gaps = np.flatnonzero(np.diff(rows) > 1) + 1
+        parts = [rows]
+        if self.reads_parts:
+            is_gap = np.diff(rows) > 1
+            parts = np.split(rows, np.flatnonzero(is_gap) + 1)
         bands = []
-        for of_band in np.split(rows, gaps) if self.reads_parts else [rows]:
-            first, last = of_band[[0, -1]].tolist()
-            band = np.empty((1, channels, last - first + 1, width), np.float32)
+        for part in parts:
+            first, last = part[[0, -1]].tolist()
+            height = last - first + 1
+            band = np.empty((1, channels, height, width), np.float32)
             self.read(frame, band, slice(first, last + 1), slice(0, width))
-            bands.append(band[0][:, of_band - first])
+            inside = part - first
+            bands.append(np.take(band[0], inside, axis=1))
         return np.concatenate(bands, axis=1)
 
     def _check_fields(self) -> None:
@@ -164,7 +170,8 @@ class YearFile(ABC):
 def describe_axes(dates: np.ndarray, channels: Sequence[Channel], grid: Grid) -> dict[str, tuple[Any, str]]:
     """{name: (values, units)} of what our own years hold for each axis of `fields`. dates: (T,) datetime64[s]."""
     # Hours are whole for most data, and fractions for the others.
-    hours = dates.astype("datetime64[s]").astype(np.int64) / 3600
+    seconds = dates.astype("datetime64[s]").astype(np.int64)
+    hours = seconds / 3600
     return {
         "time": (hours, "hours since 1970-01-01"),
         "channel": ([channel.name for channel in channels], ""),

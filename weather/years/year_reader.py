@@ -97,7 +97,8 @@ def data_path(text: str | Path, options: RemoteOptions | None = None) -> Path | 
         return text
     match = YEARS.fullmatch(text)
     # A folder may have '#' in its name. One that is not there is named by whoever looks into it.
-    if not is_address(text) and (match is None or Path(text).is_dir()):
+    is_folder = match is None or Path(text).is_dir()
+    if is_folder and not is_address(text):
         return Path(text)
     address = text
     years: tuple[int, ...] = ()

@@ -238,6 +238,6 @@ def _constant_fields(store: Store) -> dict[str, xarray.Variable]:
     columns = np.roll(np.arange(len(store.longitude)), -store.first_column)
     for name, variable in store.source.variables.items():
         if set(variable.dims) == set(order):
-            turned = variable.isel(dict(zip(order, (rows, columns), strict=True)))  # not read yet
+            turned = variable.isel({order[0]: rows, order[1]: columns})  # not read yet
             found[name] = turned.transpose(*order)
     return found
