@@ -18,7 +18,7 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     make_sample_data(folder, (8, 16), train_years=[1979, 1980], valid_years=[], test_years=[], days=15)
     paths = sorted((folder / "train").glob("*.h5"))
-    return folder, paths, np.concatenate([open_year(path).fields[:] for path in paths])
+    return folder, paths, np.concatenate([open_year(path).frames(0, 60) for path in paths])
 
 
 def test_they_are_of_all_training_frames_and_lie_beside_the_other_statistics(data):

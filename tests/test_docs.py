@@ -29,8 +29,8 @@ from tools.benchmarks import ladder, layouts, loaders, scaling
 from tools.preflight import __main__ as preflight
 from utils.command_line import parse_command_line
 from utils.config import SCRIPTS, load_config
-from weather.convert.own_config import write_own_config
 from weather.fields.grid import Grid
+from weather.prepare_data import write_own_config
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(

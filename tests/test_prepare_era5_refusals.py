@@ -14,8 +14,7 @@ from tests.support.refusals import refusal
 from utils.errors import os_errors_as_usage_errors
 from weather.convert import data_set_writer
 from weather.sources.remote_store import RemoteOptions
-from weather.years.zarr_store import ZarrStore
-from weather.years.zarr_year import ZarrYear
+from weather.years.zarr_year import ZarrStore, ZarrYear
 
 
 def put(data, name, value, **where):
@@ -159,7 +158,7 @@ REFUSALS = {
     "half a globe": (lambda d: d.isel(longitude=slice(0, 8)), "8 longitudes do not go once around"),
     "a longitude twice": (
         lambda d: d.isel(longitude=[*range(W), 0]).assign_coords(longitude=np.linspace(0, 360, W + 1)),
-        "17 longitudes do not",
+        "its longitude is 360 and 0, the same place, in columns 16 and 0: keep one of them",
     ),
     "a hemisphere": (lambda d: d.isel(latitude=slice(0, 5)), "5 latitudes do not go from pole to pole"),
     "two members": (lambda d: d.expand_dims(number=2), "has also the dimensions {'number': 2}"),

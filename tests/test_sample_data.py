@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.support.refusals import refusal
-from weather.convert import training_statistics
+from weather.checks import data_check
 from weather.fields import grid
 from weather.fields.channels import CHANNELS
 from weather.sample import atmosphere
@@ -224,7 +224,7 @@ def test_files_describe_themselves(tmp_path):
 
 
 def test_statistics_come_from_the_training_years_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(training_statistics, "CHUNK_BYTES", 3 * 20 * 8 * 16 * 4)  # 3 frames, of 8 a file
+    monkeypatch.setattr(data_check, "BLOCK_BYTES", 3 * 20 * 8 * 16 * 4)  # 3 frames, of 8 a file
     make_sample_data(tmp_path, **SMALL)
     model = Atmosphere((8, 16), seed=0)
     x = np.concatenate([model.frames(year, 0, 8) for year in SMALL["train_years"]]).astype(np.float64)

@@ -8,9 +8,8 @@ import xarray
 from docs.examples.own_region import region
 from tests.support.refusals import refusal
 from tests.test_prepare_data import prepare, read, save
+from weather.fields.attributes import check_stated_range, find_stated_range
 from weather.fields.dates import decode_numbers
-from weather.fields.stated_range import find_stated_range
-from weather.sources.attributes import check_stated_range
 
 
 def with_a_spike(**attributes):

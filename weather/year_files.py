@@ -23,8 +23,7 @@ from weather.convert.training_statistics import write_statistics
 from weather.fields.grid import frame_times, year_frames
 from weather.sources.remote_store import RemoteOptions, add_remote_options
 from weather.years.dataset import FieldDataset
-from weather.years.store_path import data_path, parse_years
-from weather.years.year_reader import open_year, year_paths
+from weather.years.year_reader import data_path, open_year, parse_years, year_paths
 
 
 def year_file_parser(

@@ -129,8 +129,8 @@ def _write_frames(config: Config, folder: Path, frames: int) -> None:
     # Inputs and targets come from the same frames, which therefore have the channels of both.
     channels = max(config.n_in_channels, config.n_out_channels)
     height, width = config.img_size
-    stored = FieldDataset(config.train_data_path, channels, config.img_size).files[0].fields
-    fields = stored[:frames, :channels][..., :height, :width]  # (frames, C, H, W)
+    year = FieldDataset(config.train_data_path, channels, config.img_size).files[0]
+    fields = year.frames(0, frames)[:, :channels, :height, :width]
     samples = len(fields) - 1  # a sample is two frames
     batch = config.global_batch_size
     if samples < batch:

@@ -24,8 +24,7 @@ from utils.choices import choose, load
 from utils.data_loader import BatchLoader, reads_samples
 from utils.errors import UsageError
 from utils.schema import Config, count_forcings
-from weather.checks.data_record import Record, check_same_kind, make_record
-from weather.checks.splits import check_apart
+from weather.checks.data_record import Record, check_apart, check_same_kind, make_record
 from weather.checks.statistics import Statistics, check_changes, positive_statistics, read_statistics
 from weather.fields.channels import CHANNELS
 from weather.fields.grid import latitudes

@@ -8,7 +8,7 @@ from utils import comm
 from utils.errors import UsageError
 from utils.schema import Config
 from weather.checks.data_check import DataCheck
-from weather.checks.splits import check_apart
+from weather.checks.data_record import check_apart
 from weather.checks.statistics import Paths, Statistics, check_climatology
 from weather.years.dataset import FieldDataset
 

@@ -11,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
+import xarray
 from tqdm import tqdm
 
 from utils.choices import choose
 from utils.errors import UsageError
 from weather.checks.statistics import ANYWAY, FrameSums
+from weather.fields.attributes import find_stated_range, read_missing_values
 from weather.fields.channels import channel_key
-from weather.fields.packing import read_missing_values
-from weather.fields.stated_range import find_stated_range
 from weather.fields.time_axis import TimeAxis, show
 from weather.fields.value_check import Problem, ValueCheck
 from weather.years.dataset import FieldDataset
@@ -30,7 +30,7 @@ SAMPLE_SECONDS = 1.3
 SAMPLE_BYTES = 2e6
 # Reads in flight: a parallel file system answers each of them late.
 THREADS = 8
-# Of all frames, so many bytes at a time: chunks that hold several frames are then decoded once.
+# Of frames held in memory at a time: chunks that hold several frames are then decoded once.
 BLOCK_BYTES = 64e6
 # Frames of the first data set that are held against the statistics.
 SUMMED_FRAMES = 40
@@ -79,11 +79,6 @@ class CheckedDataset:
         self.rows = np.arange(height) if looks_at_all else sampled_rows(dataset)
         self.checks = [build_value_check(file, description) for file in dataset.files]
         self.hashes: dict[tuple[int, int], list[int]] = {}  # {(file, hash of what was read): frames}
-
-    @property
-    def reads_parts(self) -> bool:
-        """Tell whether rows are read without the rest of a frame: else a look costs a whole frame, or many."""
-        return all(file.reads_parts for file in self.dataset.files)
 
     def read(self, look: Look) -> np.ndarray:
         """The rows of some frames, (T, C, R, W)."""
@@ -194,7 +189,9 @@ class DataCheck:
 
     def _batches(self) -> Iterator[list[Look]]:
         """As many looks at a time as there are threads; one where a look may cost the reading of much more."""
-        is_cheap = all(checked.reads_parts for checked in self.checked) and not self.looks_at_all
+        files = [file for checked in self.checked for file in checked.dataset.files]
+        read_parts = all(file.reads_parts for file in files)
+        is_cheap = read_parts and not self.looks_at_all
         size = THREADS if is_cheap else 1
         for first in range(0, len(self.looks), size):
             yield self.looks[first : first + size]
@@ -216,7 +213,9 @@ class DataCheck:
 
 def build_value_check(file: YearFile, description: Description) -> ValueCheck:
     """The check of a file's frames. It knows the channels, and what the file itself says of missing values."""
-    fields = file.arrays[DATASET]
+    # Frames that are converted when they are read have no such array.
+    nothing = xarray.Variable((), np.float32(0))
+    fields = file.arrays.get(DATASET, nothing)
     return ValueCheck(
         [channel_key(name) for name in description.names],
         units=description.units,
@@ -243,11 +242,18 @@ def all_looks(datasets: Sequence[FieldDataset]) -> list[Look]:
     looks = []
     for number, dataset in enumerate(datasets):
         for file, frames in enumerate(dataset.used_frames()):
-            frame_bytes = 4 * dataset.channels * math.prod(dataset.files[file].shape[2:])
-            most = max(1, int(BLOCK_BYTES // frame_bytes))
-            for first in range(0, frames, most):
-                looks.append(Look(number, file, first, min(most, frames - first)))
+            image = dataset.files[file].shape[2:]
+            for first, count in blocks(frames, dataset.channels, *image):
+                looks.append(Look(number, file, first, count))
     return looks
+
+
+def blocks(frames: int, *image: int) -> Iterator[tuple[int, int]]:
+    """(first frame, number of frames) of parts of fields that fit in memory. image: shape of a frame, (C, H, W)."""
+    frame_bytes = 4 * math.prod(image)
+    count = max(1, int(BLOCK_BYTES // frame_bytes))
+    for first in range(0, frames, count):
+        yield first, min(count, frames - first)
 
 
 def sampled_rows(dataset: FieldDataset) -> np.ndarray:

@@ -54,17 +54,28 @@ def read_statistics(
     Raises UsageError if the file is missing, has another shape, or holds values that are not finite.
     """
     height, width = img_size or (1, 1)
+    (values,) = read_kinds(path, (1, channels, height, width))
+    return values
+
+
+def read_kinds(path: Path | str, shape: tuple[int, ...], remedy: str = "") -> np.ndarray:
+    """The first values of a .npy file, float32 of this shape (kinds, C, H, W); the file has all kinds, and no others.
+
+    remedy: the end of messages. Raises UsageError as read_statistics does.
+    """
     values = open_array(path)
-    enough = values.ndim == 4 and values.shape[0] == 1 and values.shape[1] >= channels
-    if not enough or values.shape[2] < height or values.shape[3] < width:
-        raise UsageError(f"{path}: expected shape (1, {channels}, {height}, {width}), found {values.shape}")
-    values = np.array(values[0, :channels, :height, :width], np.float32)
-    if not np.isfinite(values).all():
-        channel, row, column = np.argwhere(~np.isfinite(values))[0]
-        value = values[channel, row, column]
-        raise UsageError(
-            f"{path}: holds values that are not finite: channel {channel} has {value} at row {row}, column {column}"
-        )
+    fits = values.ndim == 4 and values.shape[0] == shape[0]
+    is_small = fits and np.less(values.shape, shape).any()
+    if not fits or is_small:
+        raise UsageError(f"{path}: expected shape {shape}, found {values.shape}{remedy}")
+    _, channels, height, width = shape
+    values = np.array(values[:, :channels, :height, :width], np.float32)
+    is_bad = ~np.isfinite(values)
+    if is_bad.any():
+        place = np.unravel_index(is_bad.argmax(), values.shape)
+        _, channel, row, column = place
+        where = f"channel {channel} has {values[place]} at row {row}, column {column}"
+        raise UsageError(f"{path}: holds values that are not finite: {where}{remedy}")
     return values
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from utils.errors import UsageError
-from weather.checks.statistics import open_array
-from weather.years.store_path import StorePath
-from weather.years.year_reader import open_year
+from weather.checks.statistics import read_kinds
+from weather.years.year_reader import StorePath, open_year
 
 QUANTILES = (0.1, 0.5, 0.9)
 FILE = "quantiles.npy"  # beside the other statistics
+REMEDY = ": move it away, and make it anew"
 MOST_FRAMES = 400  # weather lasts for days: frames in between would say little more
 LEAST_FRAMES = 100  # so that ten of them lie beyond the outer quantiles
 BAND_BYTES = 256e6  # of all frames, held in memory at a time
@@ -61,17 +61,9 @@ def read_quantiles(stds_path: Path | str, channels: int, img_size: Sequence[int]
     path = Path(stds_path).with_name(FILE)
     if not path.exists():
         return None
-    values = open_array(path)
-    expected = (len(QUANTILES), channels, *img_size)
-    fits = values.ndim == 4 and values.shape[0] == len(QUANTILES)
-    if not fits or np.any(np.less(values.shape, expected)):
-        raise UsageError(f"{path}: expected shape {expected}, found {values.shape}: move it away, and make it anew")
-    height, width = img_size
-    quantiles = np.array(values[:, :channels, :height, :width], np.float32)
-    if not np.isfinite(quantiles).all():
-        raise UsageError(f"{path}: holds values that are not finite: move it away, and make it anew")
+    quantiles = read_kinds(path, (len(QUANTILES), channels, *img_size), REMEDY)
     # In another order each score would stand under the name of another quantile.
     steps = np.diff(quantiles, axis=0)
     if (steps < 0).any():
-        raise UsageError(f"{path}: its quantiles do not grow from one to the next: move it away, and make it anew")
+        raise UsageError(f"{path}: its quantiles do not grow from one to the next{REMEDY}")
     return quantiles

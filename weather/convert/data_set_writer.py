@@ -16,12 +16,14 @@ from tqdm import tqdm
 
 from utils.errors import UsageError, first_line
 from utils.files import whole_file
+from weather.checks.data_check import blocks
 from weather.convert.climate_quantiles import FILE, LEAST_FRAMES, QUANTILES
-from weather.convert.training_statistics import STATS, chunks, write_statistics
+from weather.convert.training_statistics import STATS, write_statistics
 from weather.fields.channels import Channel
 from weather.fields.grid import Grid
 from weather.sources.data import SourceData
 from weather.sources.hdf5 import is_hdf5, make_hdf5, open_hdf5
+from weather.years.year_data import describe_axes
 
 SPLITS = ("train", "valid", "test")
 Constant = Mapping[str, tuple[str, np.ndarray]]
@@ -121,7 +123,7 @@ class DataSetWriter:
                 with whole_file(path) as part, make_hdf5(part, size) as file:
                     fields = self._describe(file, self.dates[path], constant)
                     # Not all frames of a file fit in memory at once.
-                    for first, count in chunks(fields):
+                    for first, count in blocks(*fields.shape):
                         fields[first : first + count] = read_frames(self.dates[path][first : first + count])
                         progress.update(count)
         described = all(path.exists() for path in self.stats)
@@ -137,16 +139,7 @@ class DataSetWriter:
         constant: Constant,
     ) -> h5py.Dataset:
         """Write everything but the fields into a file; returns the empty dataset of the fields."""
-        latitude, longitude = self.grid
-        # Hours are whole for most data, and fractions for the others.
-        seconds = dates.astype("datetime64[s]").astype(np.int64)
-        hours = seconds / 3600
-        scales: dict[str, tuple[Sequence[Any] | np.ndarray, str | None]] = {
-            "time": (hours, "hours since 1970-01-01"),
-            "channel": ([channel.name for channel in self.channels], None),
-            "latitude": (latitude, "degrees_north"),
-            "longitude": (longitude, "degrees_east"),
-        }
+        scales = describe_axes(dates, self.channels, self.grid)
         shape = [len(values) for values, _ in scales.values()]
         fields = file.create_dataset("fields", shape, "f4")
 

@@ -1,6 +1,6 @@
 """Statistics of the training years, in one pass over their frames."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -9,15 +9,13 @@ import numpy as np
 
 from utils.errors import UsageError, reading
 from utils.files import whole_file
-from weather.checks.data_check import build_value_check, describe_problem
+from weather.checks.data_check import blocks, build_value_check, describe_problem
 from weather.convert.climate_quantiles import FILE, climate_quantiles
 from weather.fields.time_axis import TimeAxis, read_time_axis
-from weather.years.store_path import StorePath
 from weather.years.year_data import YearFile
-from weather.years.year_reader import open_year
+from weather.years.year_reader import StorePath, open_year
 
 STATS = ("global_means", "global_stds", "time_means", "change_stds")
-CHUNK_BYTES = 64e6  # of frames held in memory at a time
 
 
 class StatisticsSums:
@@ -53,11 +51,6 @@ class StatisticsSums:
         self.changes = self.changes + np.square(changes).sum((0, 2, 3))
         self.pairs += int(follows.sum())
         self.last = x[-1:]
-
-    def means(self) -> np.ndarray:
-        """The mean of each channel, (C,) float64."""
-        assert self.origin is not None  # frames were added
-        return self.time_means().mean((1, 2))
 
     def time_means(self) -> np.ndarray:
         """The mean of each point over time, (C, H, W) float64."""
@@ -97,8 +90,8 @@ def training_statistics(
             check = build_value_check(year, description)
             axis = read_time_axis(year)
             follows = _follows(year, axis)
-            for first, count in chunks(year.fields):
-                frames = year.fields[first : first + count]
+            for first, count in blocks(*year.shape):
+                frames = year.frames(first, count)
                 problem = check.find(frames) if checks_values else None
                 if problem is not None:
                     number = first + problem.frame
@@ -106,7 +99,8 @@ def training_statistics(
                     raise UsageError(describe_problem(path, axis, number, name, problem))
                 sums.add(frames, follows[first : first + count])
 
-    means = sums.means()
+    time_means = sums.time_means()
+    means = time_means.mean((1, 2))
     stds = sums.stds()
     is_constant = ~(stds > 0)  # or NaN
     for channel in map(int, np.flatnonzero(is_constant)):
@@ -117,7 +111,7 @@ def training_statistics(
     arrays = [
         means[:, None, None],
         stds[:, None, None],
-        sums.time_means(),
+        time_means,
         sums.change_stds()[:, None, None],
     ]
     return [array[None].astype(np.float32) for array in arrays]
@@ -159,12 +153,3 @@ def _follows(year: YearFile, axis: TimeAxis | None) -> np.ndarray:
     # Without dates nothing is known of gaps.
     is_regular = axis.is_regular if axis is not None else np.ones(year.shape[0] - 1, bool)
     return np.concatenate([[False], is_regular])
-
-
-def chunks(fields: Any) -> Iterator[tuple[int, int]]:
-    """(first frame, number of frames) of parts of a dataset [time, ...] that fit in memory."""
-    frames = fields.shape[0]
-    frame_bytes = fields.nbytes / frames
-    count = max(1, int(CHUNK_BYTES // frame_bytes))
-    for first in range(0, frames, count):
-        yield first, min(count, frames - first)

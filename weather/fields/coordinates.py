@@ -10,8 +10,9 @@ import numpy as np
 import xarray
 
 from utils.errors import UsageError, reading
+from weather.fields.attributes import check_unpacked
+from weather.fields.channels import ERA5
 from weather.fields.grid import Grid, check_degrees, check_monotonic, check_neighbours, latitudes, longitudes
-from weather.fields.packing import check_unpacked
 from weather.fields.stored_arrays import StoredArrays, find_names, text_attribute
 
 SAME_DEGREES = 1e-4  # rounding of coordinates in float32
@@ -22,15 +23,15 @@ REGRID = "regrid it to latitudes and longitudes (cdo remapbil, xesmf)"
 class Axis:
     """What tells the coordinate of the rows or of the columns of an image.
 
-    names: of its array, in lower case. mesh_names: of arrays (H, W). others: standard names of coordinates in place of
-    it, and names of such arrays. number: of the dimension in an image. assumed: what is taken where there is none.
+    names, mesh_names, units, others: as era5.yaml has them. number: of the dimension in an image. assumed: what is
+    taken where there is none.
     """
 
     name: str
-    names: tuple[str, ...]
-    mesh_names: tuple[str, ...]
-    units: tuple[str, ...]
-    others: tuple[str, ...]
+    names: list[str]
+    mesh_names: list[str]
+    units: list[str]
+    others: list[str]
     number: int
     largest: int
     regular: Callable[[int], np.ndarray]
@@ -40,10 +41,7 @@ class Axis:
 
 LATITUDE = Axis(
     name="latitude",
-    names=("latitude", "lat", "latitudes", "lats"),
-    mesh_names=("nav_lat", "xlat", "lat2d", "tlat", "gphit"),
-    units=("degrees_north", "degree_north", "degreesn", "degreen", "degrees_n", "degree_n"),
-    others=("grid_latitude", "projection_y_coordinate", "rlat"),
+    **ERA5["coordinates"]["latitude"],
     number=0,
     largest=90,
     regular=latitudes,
@@ -52,10 +50,7 @@ LATITUDE = Axis(
 )
 LONGITUDE = Axis(
     name="longitude",
-    names=("longitude", "lon", "longitudes", "lons"),
-    mesh_names=("nav_lon", "xlong", "lon2d", "tlong", "glamt"),
-    units=("degrees_east", "degree_east", "degreese", "degreee", "degrees_e", "degree_e"),
-    others=("grid_longitude", "projection_x_coordinate", "rlon"),
+    **ERA5["coordinates"]["longitude"],
     number=1,
     largest=360,
     regular=longitudes,

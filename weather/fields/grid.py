@@ -84,24 +84,21 @@ def check_degrees(values: np.ndarray, units: str, axis: str, where: str) -> None
         )
 
 
-def check_global(latitude: np.ndarray, longitude: np.ndarray, address: str) -> None:
-    """Raise UsageError for points that are not of the whole globe, in equal steps of longitude."""
-    width = len(longitude)
+def check_global(grid: Grid, address: str) -> None:
+    """Raise UsageError for points, in order, that are not of the whole globe, in equal steps of longitude."""
+    latitude, longitude = grid
     # Equal steps once around the globe; the first column is less than a step east of Greenwich.
-    around = longitude % CIRCLE
-    first = int(around.argmin())
-    eastward = np.roll(around, -first)
+    width = len(longitude)
     step = CIRCLE / width
-    even = eastward[0] + step * np.arange(width)
-    is_whole_circle = np.allclose(eastward, even, atol=1e-3) and eastward[0] < step
-    if width < 2 or not is_whole_circle:
+    first = longitude[0]
+    even = first + step * np.arange(width)
+    is_even = np.allclose(longitude, even, atol=1e-3)
+    if not is_even or first >= step:
         raise UsageError(f"{address}: its {width} longitudes do not go once around the globe in equal steps{REGION}")
     # Some grids leave the poles out, by at most a step.
-    steps = np.diff(latitude)
-    is_monotonic = (steps > 0).all() or (steps < 0).all()  # nor is it, where one is NaN
-    reach = np.ptp(latitude) + 2 * np.abs(steps).max(initial=0)
-    is_from_pole_to_pole = is_monotonic and reach >= 180
-    if not is_from_pole_to_pole or abs(latitude).max() > 90:
+    steps = np.abs(np.diff(latitude))
+    reach = np.ptp(latitude) + 2 * steps.max()
+    if reach < 180:
         raise UsageError(f"{address}: its {len(latitude)} latitudes do not go from pole to pole{REGION}")
 
 

@@ -9,9 +9,9 @@ from functools import cached_property
 import numpy as np
 
 from utils.errors import UsageError, reading
+from weather.fields.attributes import check_unpacked
 from weather.fields.dates import SINCE_1970, TOLERANCE, decode_dates
 from weather.fields.grid import HOUR, frame_times, year_frames
-from weather.fields.packing import check_unpacked
 from weather.fields.stored_arrays import StoredArrays, find_names, text_attribute
 
 TIME_NAMES = ("time", "valid_time", "timestamp", "datetime", "date", "dates", "times")
@@ -156,12 +156,8 @@ def _assumed_axis(file: StoredArrays) -> TimeAxis | None:
             "give it a `time` with units, such as 'hours since 1970-01-01'"
         )
     dates = frame_times(year, 0, frames)
-    return TimeAxis(dates, _seconds_since_first(dates), assumed=True)
-
-
-def _seconds_since_first(dates: np.ndarray) -> np.ndarray:
-    since = dates - dates[0]
-    return since.astype("timedelta64[s]").astype(np.int64)
+    elapsed = dates - dates[0]
+    return TimeAxis(dates, elapsed.astype(np.int64), assumed=True)
 
 
 def show(time: np.datetime64) -> str:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from weather.fields.attributes import widen_by_rounding
 from weather.fields.channels import ERA5, QUANTITIES, bare_units, find_conversion, value_range
-from weather.fields.stated_range import widen_by_rounding
 
 # Nothing in ERA5's units is as large. NetCDF's default fill value is 9.97e36, that of CMIP 1e20.
 FILL_VALUE = 1e15

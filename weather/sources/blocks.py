@@ -10,10 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weather.fields.grid import HOUR
 from weather.sources.store import Store
 
-SIX_HOURS = 6 * HOUR
 Levels = tuple[float | None, ...]
 Place = tuple[int, str, Levels]  # number of a store, quantity, levels
 NONE = np.timedelta64(0, "s")
@@ -30,7 +28,8 @@ class Block:
 class BlockReader:
     """Reads frames of stores, and keeps what was decoded with them.
 
-    fields: number of fields (quantities at levels) of one frame, so that blocks of all of them are within `most` bytes.
+    fields: number of fields (quantities at levels) of one frame, so that blocks of all of them are within `most` bytes;
+    with 0 nothing is kept, and several threads may read.
     step: from one frame to the next that will be asked for; every frame, where it is a second.
     """
 
@@ -39,7 +38,7 @@ class BlockReader:
         stores: Sequence[Store],
         fields: int,
         most: int,
-        step: np.timedelta64 = SIX_HOURS,
+        step: np.timedelta64,
     ):
         self.stores = stores
         self.most = most
@@ -67,7 +66,7 @@ class BlockReader:
         """(T, L, H, W) float32 of store `number`, as Store.read, at increasing indices of times."""
         store = self.stores[number]
         chunk = store.chunk_frames(quantity, levels[0])
-        if chunk == 1:
+        if chunk == 1 or not self.most:
             return store.read(quantity, levels, frames)
         place = number, quantity, tuple(levels)
         parts = []

@@ -14,7 +14,7 @@ import numpy as np
 from numcodecs import Blosc
 
 from utils.errors import UsageError, first_line
-from weather.sources.chunk_sources import ChunkSource, Place, ThreadBuffers
+from weather.sources.chunk_sources import ChunkSource, LocalChunks, Place, ThreadBuffers
 from weather.sources.zarr_layout import CHECKSUM_BYTES, ChunkLayout, Coords, Part
 
 NEVER_WRITTEN = 2**64 - 1  # offset and length, in a shard's index, of a chunk that is not there
@@ -34,20 +34,15 @@ class ChunkReader:
         self.indexes: dict[Coords, np.ndarray] = {}  # of the shards that were read, (*chunks, 2): offset, length
 
     def check_written(self, name: str, wanted: Sequence[np.ndarray | None] | None = None) -> None:
-        """Raise UsageError where chunks were never written. name: of the array. wanted: as of count_missing."""
-        missing = self.count_missing(wanted)
-        if missing:
-            raise UsageError(f"{self.store}: {missing} chunks of {name} were never written: the store was not finished")
+        """Raise UsageError where chunks were never written, as far as names of objects and their indexes tell.
 
-    def count_missing(self, wanted: Sequence[np.ndarray | None] | None = None) -> int:
-        """The number of chunks that were never written, as far as the names of the objects and their indexes tell.
-
-        wanted: for each axis the indices that will be read, None for all; chunks without any of them do not count.
+        name: of the array. wanted: for each axis the indices that will be read, None for all; chunks without any of
+        them do not count.
         """
         # A store that cannot be listed shows what it lacks when it is read.
         names = self.source.names(self.layout.path)
         if names is None:
-            return 0
+            return
         # Numbers of the wanted chunks along each axis, and of the objects that hold them.
         chunks = self.layout.wanted_chunks(wanted or [None] * len(self.layout.shape))
         objects = []
@@ -63,12 +58,13 @@ class ChunkReader:
             inside = self.layout.chunks_inside(coords, chunks)
             if not is_there:
                 missing += math.prod(len(numbers) for numbers in inside)
-            elif self.source.is_local:
+            elif isinstance(self.source, LocalChunks):
                 # The index of a shard has a row for each chunk that it could hold.
                 offsets = self._index(coords)[..., 0]
                 needed = offsets[np.ix_(*inside)]
                 missing += int((needed == NEVER_WRITTEN).sum())
-        return missing
+        if missing:
+            raise UsageError(f"{self.store}: {missing} chunks of {name} were never written: the store was not finished")
 
     def read(self, selection: Sequence[slice], out: np.ndarray) -> None:
         """Fill `out`, contiguous, with a selection (a slice for each dimension). Raises UsageError for a missing chunk.
@@ -77,9 +73,9 @@ class ChunkReader:
         """
         parts = self.layout.parts(selection)
         is_stored_as_it_is = not self.layout.codecs
-        if is_stored_as_it_is and self.source.is_local:
+        if is_stored_as_it_is and isinstance(self.source, LocalChunks):
             for part in parts:
-                self._read_stored(part, out[part.target])
+                self._read_stored(self.source, part, out[part.target])
             return
         # All are asked for before the first is decoded: of a store that is elsewhere, they are on their way at once.
         # Bytes that cannot be decoded are no chunk: a source may ask for them again.
@@ -92,7 +88,7 @@ class ChunkReader:
             except FileNotFoundError:
                 raise self._never_written(part.coords) from None
 
-    def _read_stored(self, part: Part, target: np.ndarray) -> None:
+    def _read_stored(self, source: LocalChunks, part: Part, target: np.ndarray) -> None:
         """Fill a target with its part of a chunk that is stored as it is, piece by piece: each one read."""
         place = self._place(part.coords)
         chunk = self.layout.chunk
@@ -110,7 +106,7 @@ class ChunkReader:
             is_direct = has_whole_rows and self._is_as_stored(piece)
             rows = piece if is_direct else self._buffer((*piece.shape[:-1], width))
             try:
-                self.source.read_into(place.key, position, _bytes_of(rows))
+                source.read_into(place.key, position, _bytes_of(rows))
             except FileNotFoundError:
                 raise self._never_written(part.coords) from None
             if not is_direct:
@@ -189,16 +185,12 @@ class ChunkReader:
         """The index of a shard, (*chunks, 2) uint64. Raises FileNotFoundError, and ValueError for a damaged one."""
         if coords in self.indexes:
             return self.indexes[coords]
-        shards = self.layout.shards
-        assert shards is not None  # who asks for an index knows that there is one
         key = self.layout.key(coords)
-        length = self.layout.index_bytes
-        place = Place(key, -length if shards.index_at_end else 0, length)
 
         def keep(data: memoryview) -> None:
-            pairs = parse_index(bytes(data), shards.has_checksum, key)
-            self.indexes[coords] = pairs.reshape(*self.layout.chunks_in_object, 2)
+            self.indexes[coords] = parse_index(bytes(data), self.layout, key)
 
+        place = Place(key, *self.layout.index_range)
         next(self.source.read_all([place], [keep]))
         return self.indexes[coords]
 
@@ -208,9 +200,9 @@ class ChunkReader:
         return UsageError(f"{self.store}: {what}")
 
 
-def parse_index(data: bytes, has_checksum: bool, key: str) -> np.ndarray:
-    """The index of a shard, (chunks, 2) uint64: offset and length. Raises ValueError for bytes that are none."""
-    if has_checksum:
+def parse_index(data: bytes, layout: ChunkLayout, key: str) -> np.ndarray:
+    """The index of a shard, (*chunks, 2) uint64: offset and length. Raises ValueError for bytes that are none."""
+    if layout.shards and layout.shards.has_checksum:
         stored = int.from_bytes(data[-CHECKSUM_BYTES:], "little")
         data = data[:-CHECKSUM_BYTES]
         if google_crc32c.value(data) != stored:
@@ -221,7 +213,7 @@ def parse_index(data: bytes, has_checksum: bool, key: str) -> np.ndarray:
     written = pairs[is_written]
     if (written >= LONGEST_OBJECT).any() or (written[:, 1] == 0).any():
         raise ValueError(f"the index of shard {key} is damaged")
-    return pairs
+    return pairs.reshape(*layout.chunks_in_object, 2)
 
 
 def check_blosc(payload: bytes | memoryview) -> None:

@@ -28,16 +28,11 @@ def take_any(content: memoryview) -> None:
 class ChunkSource(Protocol):
     """A store, as chunk_reader.py reads it."""
 
-    is_local: bool  # a read costs little; and a part of an object is read without the rest of it
-
     def read_all(self, places: Sequence[Place], uses: Sequence[Use]) -> Iterator[None]:
         """Read the bytes at these places, and give each to its use, in any thread; yields as each is done, in order.
 
         Raises FileNotFoundError, and what a use raises.
         """
-
-    def read_into(self, key: str, first: int, out: memoryview) -> None:
-        """Fill `out` from a position in an object on. Raises FileNotFoundError, and EOFError at the object's end."""
 
     def names(self, prefix: str) -> set[str] | None:
         """The names of all objects below a folder; None where the store cannot be listed."""
@@ -60,9 +55,7 @@ class ThreadBuffers(threading.local):
 
 
 class LocalChunks:
-    """A store in a folder: each object is a file."""
-
-    is_local = True
+    """A store in a folder: each object is a file. A read costs little, and a part is read without the rest of it."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -82,7 +75,7 @@ class LocalChunks:
             yield
 
     def read_into(self, key: str, first: int, out: memoryview) -> None:
-        """As ChunkSource says: straight from the file."""
+        """Fill `out` from a position in an object on. Raises FileNotFoundError, and EOFError at the object's end."""
         # To open a file takes microseconds. To keep thousands open takes more descriptors than a process has.
         with open(self.folder / key, "rb", buffering=0) as file:
             fill(file.fileno(), first, out)

@@ -13,11 +13,12 @@ from weather.fields.grid import HOUR, Grid
 from weather.fields.humidity import relative_humidity
 from weather.fields.requests import ERA5_REQUESTS, ERA5_SOUGHT, Request, humidity_sources
 from weather.fields.value_check import Key, Problem, ValueCheck
-from weather.sources.index import KEPT_BYTES, Index
+from weather.sources.index import Index
 from weather.sources.store import Store, check_same_grid, open_stores
 
 EVERY_FRAME = np.timedelta64(1, "s")
 SIX_HOURS = 6 * HOUR
+KEPT_BYTES = 2 * 2**30  # of decoded frames, at most
 FILL = (
     "fill such values first (xarray: fillna, interpolate_na), or take a region without them; a missing value that the "
     "file does not state belongs into its attribute _FillValue"

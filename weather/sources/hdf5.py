@@ -30,24 +30,20 @@ WITHOUT_LOCKS = {"locking": False}  # for h5py, and for xarray's driver_kwds
 ROOM_BESIDE_VALUES = 2**20  # bytes, for names, attributes and coordinates
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 USER_BLOCKS = (0, *(2**power for power in range(9, 17)))  # where HDF5's signature may stand: 0, 512, 1024, ...
-NETCDF3 = "it is NetCDF 3, not HDF5: turn it into NetCDF 4 with `nccopy -k nc4 IN OUT`"
 OTHER_FIELDS = {  # by the first bytes of a file: fields that a year is not made of, but can be made from
-    b"CDF\x01": NETCDF3,
-    b"CDF\x02": NETCDF3,
-    b"CDF\x05": NETCDF3,
+    b"CDF": "it is NetCDF 3, not HDF5: turn it into NetCDF 4 with `nccopy -k nc4 IN OUT`",
     b"GRIB": "it is GRIB: convert it with `python -m weather.prepare_era5`",
 }
-FILTERS = {  # by their registered numbers: name, and the package that brings it
-    32000: ("LZF", "h5py"),
-    32001: ("Blosc", "hdf5plugin"),
-    32004: ("LZ4", "hdf5plugin"),
-    32008: ("Bitshuffle", "hdf5plugin"),
-    32013: ("ZFP", "hdf5plugin"),
-    32015: ("Zstandard", "hdf5plugin"),
-    32017: ("SZ", "hdf5plugin"),
-    32024: ("SZ3", "hdf5plugin"),
-    32026: ("Blosc2", "hdf5plugin"),
-    307: ("bzip2", "hdf5plugin"),
+FILTERS = {  # by their registered numbers: those that hdf5plugin brings
+    307: "bzip2",
+    32001: "Blosc",
+    32004: "LZ4",
+    32008: "Bitshuffle",
+    32013: "ZFP",
+    32015: "Zstandard",
+    32017: "SZ",
+    32024: "SZ3",
+    32026: "Blosc2",
 }
 MOST_OPEN = 1024  # files
 # The attributes that values are decoded or judged by, those that axes are known by, and those that link dimensions to
@@ -132,7 +128,9 @@ def check_filters(fields: h5py.Dataset, where: str) -> None:
         if h5py.h5z.filter_avail(code):
             continue
         # Filters that we do not know may tell their own name.
-        title, package = FILTERS.get(code, (name.decode(errors="replace") or "unknown", "hdf5plugin, if it has it"))
+        own_name = name.decode(errors="replace")
+        title = FILTERS.get(code, own_name or "unknown")
+        package = "hdf5plugin" if code in FILTERS else "hdf5plugin, if it has it"
         raise UsageError(
             f"{where} is compressed with filter {code} ({title}), which this HDF5 lacks: rewrite it without "
             f"(h5repack -f NONE IN OUT), or `pip install {package}` and set HDF5_PLUGIN_PATH to its plugins"
@@ -317,14 +315,11 @@ def _datasets(folder: h5py.Group) -> Iterator[tuple[str, h5py.Dataset]]:
     """The arrays of numbers in a group, less the placeholders that NetCDF writes for dimensions without values."""
     for name, dataset in folder.items():
         is_array = isinstance(dataset, h5py.Dataset) and dataset.shape is not None
-        if is_array and not is_only_a_dimension(dataset):
+        if not is_array:
+            continue
+        note = _text(dataset.attrs.get("NAME", ""))
+        if not note.startswith("This is a netCDF dimension"):
             yield name, dataset
-
-
-def is_only_a_dimension(array: Any) -> bool:
-    """Tell whether this is the placeholder that NetCDF writes for a dimension without values."""
-    note = array.attrs.get("NAME", "") if isinstance(array, h5py.Dataset) else ""
-    return _text(note).startswith("This is a netCDF dimension")
 
 
 def _variable(files: FileManager, name: str, dataset: h5py.Dataset) -> xarray.Variable:

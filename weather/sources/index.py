@@ -8,12 +8,11 @@ import numpy as np
 from utils.errors import UsageError
 from weather.fields.channels import describe
 from weather.fields.dates import minute
-from weather.sources.blocks import SIX_HOURS, BlockReader
+from weather.sources.blocks import BlockReader
 from weather.sources.store import Store, describe_stores
 
 Needed = Mapping[str, Sequence[float | None]]  # {quantity: its levels in hPa, None for the surface}
 SHOWN = 3  # sources in a message
-KEPT_BYTES = 2 * 2**30  # of decoded frames, at most
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +45,9 @@ class Index:
         self,
         stores: Sequence[Store],
         needed: Needed,
-        derived: bool = False,
-        kept_bytes: int = KEPT_BYTES,
-        step: np.timedelta64 = SIX_HOURS,
+        derived: bool,
+        kept_bytes: int,
+        step: np.timedelta64,
     ):
         self.stores = stores
         self.needed = needed

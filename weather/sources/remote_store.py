@@ -11,9 +11,10 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from utils.errors import ArgumentParser, ConnectionLostError, UsageError, first_line, float_in_range, int_in_range
@@ -80,8 +81,6 @@ class RemoteObjects:
     Raises UsageError for an address that cannot be used.
     """
 
-    is_local = False
-
     def __init__(self, address: str, options: RemoteOptions):
         self.address = address
         self.options = options
@@ -108,14 +107,6 @@ class RemoteObjects:
             # Left early: no thread may still write where its use does.
             for fetch in fetches:
                 fetch.cancel() or fetch.exception()
-
-    def read_into(self, key: str, first: int, out: memoryview) -> None:
-        """Fill `out` from a position in an object on."""
-
-        def copy(content: memoryview) -> None:
-            out[:] = content
-
-        self.fetch(Place(key, first, len(out)), copy)
 
     def fetch(self, place: Place, use: Use = take_any, check: Use = take_any) -> memoryview:
         """The bytes at a place, from the cache if they are there, after they were given to their use.
@@ -156,24 +147,26 @@ class RemoteObjects:
 
     def names(self, prefix: str) -> set[str] | None:
         """The names of all objects below a folder; None where the server does not list them."""
-        if self.address.startswith(UNLISTED):
-            return None
-        try:
-            found = self.files.find(f"{self.root}/{prefix}")
-        except Exception:  # a bucket that anyone may read, but not list: a missing chunk is noticed when it is read
+        found = self._listed(self.files.find, prefix)  # where it is None, a missing chunk is noticed when it is read
+        if found is None:
             return None
         start = len(self.root.strip("/")) + 1
         return {name.strip("/")[start:] for name in found}
 
     def children(self, prefix: str) -> list[str]:
         """The names in a folder, without those in its folders; none where the server does not list them."""
+        found = self._listed(partial(self.files.ls, detail=False), prefix)
+        return [name.rstrip("/").rpartition("/")[2] for name in found or ()]
+
+    def _listed(self, find: Callable[[str], Iterable[str]], prefix: str) -> Iterable[str] | None:
+        """What the file system finds below a folder; None where the server does not list it."""
         if self.address.startswith(UNLISTED):
-            return []
+            return None
         try:
-            found = self.files.ls(f"{self.root}/{prefix}".rstrip("/"), detail=False)
+            folder = f"{self.root}/{prefix}"
+            return find(folder.rstrip("/"))
         except Exception:  # a bucket that anyone may read, but not list
-            return []
-        return [name.rstrip("/").rpartition("/")[2] for name in found]
+            return None
 
     def _fetch_patiently(self, place: Place, use: Use) -> memoryview:
         """Fetch and use, again and again while the server does not answer, or not with what was asked for."""

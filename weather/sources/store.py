@@ -6,15 +6,24 @@ import numpy as np
 import xarray
 
 from utils.errors import UsageError, nearest
+from weather.fields.attributes import check_packing, check_stated_range
 from weather.fields.channels import ERA5, HIGHEST_HPA, QUANTITIES, conversion, units_of
 from weather.fields.dates import minute
-from weather.fields.grid import check_global, check_latitudes, order_longitudes
+from weather.fields.grid import Grid, check_global, check_latitudes, order_longitudes
 from weather.fields.requests import ERA5_SOUGHT, Request
-from weather.sources.attributes import check_packing, check_stated_range
-from weather.sources.axes import Axes, find_axes, read_numbers, read_times
 from weather.sources.opening import open_source
 from weather.sources.source import Source, reading_quietly
-from weather.sources.variables import VERSIONS, Field, find_candidates, make_field, read_field
+from weather.sources.variables import (
+    VERSIONS,
+    Axes,
+    Field,
+    find_axes,
+    find_candidates,
+    make_field,
+    read_field,
+    read_numbers,
+    read_times,
+)
 
 SHOWN = 12  # names and levels in a message
 Part = tuple[Field, list[int]]  # a variable, and the indices of the levels that are wanted of it
@@ -262,13 +271,13 @@ class Store:
         latitude = read_numbers(self.address, rows, variables)
         longitude = read_numbers(self.address, columns, variables)
         assert rows is not None
-        if self.is_era5:
-            check_global(latitude, longitude, self.address)
         check_latitudes(latitude, units_of(variables[rows].attrs), f"{self.address}: its {rows}")
         # Columns are turned so that they run eastward without a jump.
         self.first_column, self.longitude = order_longitudes(longitude, f"{self.address}: its {columns}")
         self.is_south_first = bool(latitude[0] < latitude[-1])
         self.latitude = latitude[::-1] if self.is_south_first else latitude
+        if self.is_era5:
+            check_global(Grid(self.latitude, self.longitude), self.address)
 
     def _find_fields(self) -> dict[str, list[Field]]:
         """{variable as it is asked for: its Fields, the best name first}."""

@@ -1,4 +1,4 @@
-"""The variables of a source that hold quantities, and their values."""
+"""The variables of a source: axes (time, pressure levels, rows and columns), those that hold quantities, values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,12 +8,157 @@ import numpy as np
 import xarray
 from xarray.conventions import decode_cf_variable
 
-from weather.fields.channels import ON_LEVELS, meaning_of, units_of
+from utils.errors import UsageError
+from weather.fields.channels import ERA5, ON_LEVELS, meaning_of, units_of
+from weather.fields.dates import STANDARD_CALENDARS, decode_dates
 from weather.fields.requests import Request
-from weather.sources.axes import Axes, Variables
 
+# By our names: theirs in lower case, and the most values that a dimension may have.
+DIMENSIONS: dict[str, tuple[list[str], int]] = ERA5["dimensions"]
+STANDARD_NAMES = {
+    "time": "time",
+    "level": "air_pressure",
+    "latitude": "latitude",
+    "longitude": "longitude",
+}
+UNSTRUCTURED = ("values", "cell", "ncells")  # dimensions of grids that are none of rows and columns
+
+Variables = Mapping[str, xarray.Variable]
+Axes = Mapping[str, str | None]  # {ours: the name of their dimension, or of a single value, or None}
 # A dimension of Copernicus' files: 1 is ERA5, 5 its preliminary version, and each has NaN where the other has values.
 VERSIONS = "expver"
+
+
+def find_axes(
+    address: str,
+    variables: Variables,
+    fields: list[xarray.Variable],
+) -> Axes:
+    """The Axes time, level, latitude and longitude of a source.
+
+    fields: the variables that hold quantities. Names are compared in lower case; a variable's standard_name will do
+    too. Raises UsageError for fields with two dimensions of one kind, or a dimension that is missing or too long.
+    """
+    # Dimensions of the fields alone: bounds and attributes of the grid have others.
+    sizes: dict[str, int] = {}
+    for field in fields or variables.values():
+        for dimension, size in field.sizes.items():
+            sizes[str(dimension)] = size
+
+    axes = {}
+    for ours, (names, most) in DIMENSIONS.items():
+        axis = _find_dimension(address, ours, sizes, variables)
+        if axis is not None and not 1 <= sizes[axis] <= most:
+            raise UsageError(f"{address}: {axis} has {sizes[axis]} values, not 1 to {most}")
+        axes[ours] = axis or _find_single_value(ours, variables)
+        if axes[ours] is None and ours != "level":
+            lacks = f"has no dimension {' or '.join(names)}: it has {list(sizes)}"
+            hint = _regrid_hint(ours, variables)
+            raise UsageError(f"{address}: {lacks}{hint}")
+    return axes
+
+
+def _find_dimension(
+    address: str,
+    ours: str,
+    sizes: dict[str, int],
+    variables: Variables,
+) -> str | None:
+    names, _ = DIMENSIONS[ours]
+    # By its own name, or by what its coordinate says it is.
+    found = []
+    for dimension in sizes:
+        variable = variables.get(dimension)
+        stated = variable.attrs.get("standard_name") if variable is not None else None
+        if dimension.lower() in names or stated == STANDARD_NAMES[ours]:
+            found.append(dimension)
+    if len(found) > 1:
+        listed = " and ".join(f"{name} ({sizes[name]})" for name in found)
+        raise UsageError(f"{address}: its fields have both dimensions {listed}: select one value of one of them")
+    return found[0] if found else None
+
+
+def _find_single_value(ours: str, variables: Variables) -> str | None:
+    """The name of a coordinate of one value, as a file of one level or one instant has it; None if there is none."""
+    if ours not in ("time", "level"):
+        return None
+    # A coordinate of one value is no dimension of the fields.
+    single = {}
+    for name, variable in variables.items():
+        if variable.size == 1:
+            single[name.lower()] = name
+    names, _ = DIMENSIONS[ours]
+    for name in names:
+        if name in single:
+            return single[name]
+    return None
+
+
+def _regrid_hint(ours: str, variables: Variables) -> str:
+    """What to do if a source is on another kind of grid, at the end of a message."""
+    names, _ = DIMENSIONS[ours]
+    for name, variable in variables.items():
+        is_curved = name.lower() in names and variable.ndim == 2
+        is_unstructured = not set(variable.dims).isdisjoint(UNSTRUCTURED)
+        if ours != "time" and (is_curved or is_unstructured):
+            axes = ", ".join(map(str, variable.dims))
+            shape = f"its {name} has the dimensions {axes}"
+            return f"; {shape}; a regular grid of latitudes and longitudes is needed: regrid it (cdo remapbil)"
+    return ""
+
+
+def read_times(address: str, axes: Axes, variables: Variables) -> np.ndarray:
+    """Dates of the frames, (T,) datetime64[s], increasing.
+
+    Raises UsageError, naming which of them are wrong and what to do.
+    """
+    name = _name_of_dates(address, axes["time"], variables)
+    where = f"{address}: its {name}"
+    variable = variables[name]
+    calendar = str(variable.attrs.get("calendar", "standard"))
+    values = variable.values.reshape(-1)
+    if values.dtype.kind == "O" and len(values):  # dates that cftime decoded for somebody else
+        calendar = getattr(values[0], "calendar", calendar)
+    if calendar.lower() not in STANDARD_CALENDARS:
+        raise UsageError(
+            f"{where} has the calendar '{calendar}', and the standard one is needed, in which February has 29 days "
+            "in leap years: take data on the standard calendar, as ERA5 is published"
+        )
+    if values.dtype.kind in "iuf":
+        # A coordinate may be packed, and have a fill value.
+        values = decode_cf_variable(name, variable, decode_times=False).values.reshape(-1)
+    units = str(variable.attrs.get("units", ""))
+    dates, _ = decode_dates(values, units, calendar, address, name)
+    return dates
+
+
+def _name_of_dates(address: str, axis: str | None, variables: Variables) -> str:
+    """The variable with the dates of a dimension: `time` may be when a forecast began, and valid_time when it holds."""
+    if axis not in variables:
+        raise UsageError(f"{address}: its dimension {axis} has no dates: give it a coordinate (xarray: assign_coords)")
+    assert axis is not None
+    names, _ = DIMENSIONS["time"]
+    for other in names:
+        is_beside_it = other != axis and other in variables
+        if is_beside_it and variables[other].dims == (axis,):
+            return other
+    # GRIB's step is the time from the beginning of a forecast; an analysis has none, or 0.
+    step = variables.get("step")
+    if step is not None and step.size == 1:
+        hours = step.values.reshape(-1)[0]
+        if hours and axis.lower() != "valid_time":
+            raise UsageError(f"{address}: holds forecasts (step {hours}) and no valid_time for its {axis}")
+    return axis
+
+
+def read_numbers(address: str, name: str | None, variables: Variables) -> np.ndarray:
+    """The values of a coordinate, (N,) float64, rounded. Raises UsageError if the dimension has none."""
+    if name not in variables:
+        raise UsageError(f"{address}: its dimension {name} has no values: give it a coordinate (xarray: assign_coords)")
+    assert name is not None
+    decoded = decode_cf_variable(name, variables[name], decode_times=False)
+    values = decoded.values.reshape(-1).astype(np.float64)
+    return values.round(5)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,25 +233,18 @@ def read_field(
         decode_times=False,
         decode_timedelta=False,
     )
-    # What is read along each dimension, and the order of those that are kept.
-    order: list[Any] = [axes["latitude"], axes["longitude"]]
-    part: dict[Any, Any] = dict.fromkeys(variable.dims, 0)  # what is left at 0 is of length 1
-    for name in order:
-        part[name] = slice(None)
+    # What is read along each dimension: one value of those that are no axis, which have a length of 1.
+    part: dict[Any, Any] = dict.fromkeys(variable.dims, 0)
+    part |= {axes["latitude"]: slice(None), axes["longitude"]: slice(None)}
     if levels:
         part[axes["level"]] = levels
-        order.insert(0, axes["level"])
-    has_time = axes["time"] in variable.dims
-    if has_time:
+    if axes["time"] in variable.dims:
         part[axes["time"]] = _as_slice(frames)
-        order.insert(0, axes["time"])
-
+    order = [axis for axis in axes.values() if axis]
     values = _first_version(variable, part, order)
-    if not has_time:
-        values = values[None]
-    if not levels:
-        values = values[:, None]
-    return values
+    # A dimension that it does not have becomes one of length 1.
+    height, width = values.shape[-2:]
+    return values.reshape(-1, max(1, len(levels)), height, width)
 
 
 def _first_version(
@@ -116,14 +254,13 @@ def _first_version(
 ) -> np.ndarray:
     """The values of a part, dimensions in an order; of several versions of a value the first that is not NaN."""
     # The part has the first version; most values need no other.
-    chosen = variable.isel(part)
-    values = chosen.transpose(*order).values
+    values = variable.isel(part).transpose(*order, missing_dims="ignore").values
     for version in range(1, variable.sizes.get(VERSIONS, 1)):
         is_missing = np.isnan(values)
         if not is_missing.any():
             break
-        other = variable.isel({**part, VERSIONS: version})
-        values = np.where(is_missing, other.transpose(*order).values, values)
+        other = variable.isel({**part, VERSIONS: version}).transpose(*order, missing_dims="ignore")
+        values = np.where(is_missing, other.values, values)
     return values
 
 

@@ -5,13 +5,12 @@ All of it is in the array's metadata, as the specifications of Zarr 2 and 3 have
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numcodecs
 import numpy as np
-import zarr
 from numcodecs.abc import Codec
 
 # Codecs of numcodecs that decode what they encoded without being told how.
@@ -42,7 +41,8 @@ class ChunkLayout:
     """The chunks of one array.
 
     shape: of the array. chunk: shape of a chunk. dtype: of the numbers in it. codecs: what undoes its compression, in
-    this order; None: only zarr can. path, prefix, separator: of the names of objects. shards: None without them.
+    this order; None: only zarr can. path: of the array. encode: coordinates of an object to its name below the path.
+    shards: None without them.
     """
 
     shape: tuple[int, ...]
@@ -50,36 +50,26 @@ class ChunkLayout:
     dtype: np.dtype
     codecs: list[Codec] | None
     path: str
-    prefix: str
-    separator: str
+    encode: Callable[[Coords], str]
     shards: Shards | None = None
-
-    @property
-    def object_shape(self) -> tuple[int, ...]:
-        """Shape of the part of the array that one object of the store holds: a shard, or a chunk."""
-        return self.shards.shape if self.shards else self.chunk
 
     @property
     def chunks_in_object(self) -> tuple[int, ...]:
         """The grid of chunks in a shard; a single one without shards."""
-        counts = []
-        for whole, part in zip(self.object_shape, self.chunk, strict=True):
-            counts.append(whole // part)
-        return tuple(counts)
+        shape = self.shards.shape if self.shards else self.chunk
+        return tuple(whole // part for whole, part in zip(shape, self.chunk, strict=True))
 
     @property
-    def index_bytes(self) -> int:
-        """Length of a shard's index: offset and length of each chunk, 8 bytes each."""
-        length = 16 * math.prod(self.chunks_in_object)
-        if self.shards and self.shards.has_checksum:
-            length += CHECKSUM_BYTES
-        return length
+    def index_range(self) -> tuple[int, int]:
+        """(first byte, length) of a shard's index: offset and length of each chunk. -5: fifth last."""
+        assert self.shards is not None  # who asks for an index knows that there is one
+        length = 16 * math.prod(self.chunks_in_object) + CHECKSUM_BYTES * self.shards.has_checksum
+        return -length if self.shards.index_at_end else 0, length
 
     def key(self, coords: Coords) -> str:
         """The name of the object at these coordinates in the grid of objects."""
         # c/7/0/0/0 in format 3, 7.0.0.0 in format 2.
-        numbers = self.separator.join(map(str, coords))
-        return f"{self.path}/{self.prefix}{numbers}"
+        return f"{self.path}/{self.encode(coords)}"
 
     def wanted_chunks(self, wanted: Sequence[np.ndarray | None]) -> list[np.ndarray]:
         """For each axis the numbers of the chunks that hold its wanted indices, in order; None stands for all."""
@@ -141,53 +131,38 @@ def _pieces(wanted: slice, size: int) -> list[tuple[int, slice, slice]]:
     return pieces
 
 
-def chunk_layout(array: zarr.Array) -> ChunkLayout:
-    """The layout of an array. Raises ValueError for a shard whose index is stored in another way than zarr's usual."""
-    metadata: dict[str, Any] = dict(array.metadata.to_dict())
-    if array.metadata.zarr_format == 2:
-        return _layout_of_format_2(array, metadata)
-    return _layout_of_format_3(array, metadata)
-
-
-def _layout_of_format_2(array: zarr.Array, metadata: dict[str, Any]) -> ChunkLayout:
-    compressor = metadata["compressor"]
-    names = [] if compressor is None else [compressor["id"]]
-    # Columns first, or numbers that are not themselves in the chunk: zarr knows what to do.
-    is_plain = metadata["order"] == "C" and not metadata["filters"]
-    codecs = _codecs(names) if is_plain else None
-    separator = metadata.get("dimension_separator", ".")
-    return ChunkLayout(array.shape, array.chunks, array.dtype, codecs, array.path, "", separator)
-
-
-def _layout_of_format_3(array: zarr.Array, metadata: dict[str, Any]) -> ChunkLayout:
-    # How objects are named: as is usual in format 3, or as in format 2.
-    encoding = metadata["chunk_key_encoding"]
-    is_default = encoding["name"] == "default"
-    separator = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
-    prefix = f"c{separator}" if is_default else ""
-    codecs = metadata["codecs"]
+def chunk_layout(array: Any) -> ChunkLayout:
+    """The layout of an array of zarr. Raises ValueError for shards whose index is stored in an unusual way."""
     shards = None
-    first, *others = codecs
-    if first["name"] == "sharding_indexed":
-        if others:
-            raise ValueError("its shards are compressed once more as a whole: write them without")
-        shards = _shards(array, first["configuration"])
-        first, *others = first["configuration"]["codecs"]
-    # The first codec makes bytes of an array. What comes before or in its place changes the array: zarr undoes that.
-    undo = None
     dtype = array.dtype
-    if first["name"] == "bytes":
-        undo = _codecs([codec["name"] for codec in others])
-        endian = first.get("configuration", {}).get("endian", "little")
-        is_big = endian == "big"
-        dtype = dtype.newbyteorder(">" if is_big else "<")
-    return ChunkLayout(array.shape, array.chunks, dtype, undo, array.path, prefix, separator, shards)
+    if array.metadata.zarr_format == 2:
+        is_plain = array.metadata.order == "C"  # else columns come first
+        names = [codec.codec_id for codec in array.compressors]
+    else:
+        shards = _shards(array)
+        # What makes bytes of an array. Others than the usual one change it.
+        serializer = array.serializer.to_dict()
+        is_plain = serializer["name"] == "bytes"
+        configuration = serializer.get("configuration", {})
+        is_big = configuration.get("endian") == "big"
+        if is_plain:
+            dtype = dtype.newbyteorder(">" if is_big else "<")
+        names = [codec.to_dict()["name"] for codec in array.compressors]
+    # What changes an array before it becomes bytes is undone by zarr.
+    codecs = _codecs(names) if is_plain and not array.filters else None
+    return ChunkLayout(array.shape, array.chunks, dtype, codecs, array.path, array.metadata.encode_chunk_key, shards)
 
 
-def _shards(array: zarr.Array, configuration: dict[str, Any]) -> Shards:
+def _shards(array: Any) -> Shards | None:
+    sharding, *others = array.metadata.to_dict()["codecs"]
+    if sharding["name"] != "sharding_indexed":
+        return None
+    if others:
+        raise ValueError("its shards are compressed once more as a whole: write them without")
     # The index must be read before any chunk, so its own encoding has to be known.
+    configuration = sharding["configuration"]
     names = [codec["name"] for codec in configuration["index_codecs"]]
-    if names not in INDEX_CODECS or array.shards is None:
+    if names not in INDEX_CODECS:
         raise ValueError(f"its shards have an index in {', '.join(names)}: write it with zarr's usual index_codecs")
     at_end = configuration.get("index_location", "end") == "end"
     return Shards(array.shards, at_end, "crc32c" in names)

@@ -5,15 +5,13 @@ the chunks are looked for: on this machine before anything is converted, in remo
 """
 
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import xarray
 import zarr
 from zarr.abc.store import ByteRequest
 from zarr.abc.store import Store as ZarrStore
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
-from zarr.storage import LocalStore, WrapperStore
+from zarr.storage import LocalStore
 
 from utils.errors import UsageError
 from weather.sources.chunk_reader import ChunkReader
@@ -25,12 +23,11 @@ from weather.sources.source import Selection, Source
 from weather.sources.zarr_layout import chunk_layout
 
 
-class WrittenChunks(WrapperStore[ZarrStore]):
-    """A store in which a chunk that is not there is an error, for the arrays named in `guarded`."""
+class WrittenChunks(LocalStore):
+    """A store in a folder, in which a chunk that is not there is an error, for the arrays named in `guarded`."""
 
-    def __init__(self, store: ZarrStore, address: str = ""):
-        super().__init__(store)
-        self.address = address
+    def __init__(self, folder: str):
+        super().__init__(folder, read_only=True)
         self.guarded: set[str] = set()
 
     async def get(
@@ -45,7 +42,7 @@ class WrittenChunks(WrapperStore[ZarrStore]):
         array, _, rest = key.partition("/")
         is_guarded = array in self.guarded and rest not in ZARR_METADATA
         if value is None and is_guarded:
-            raise UsageError(f"{self.address}: chunk {rest} of {array} was never written: the store was not finished")
+            raise UsageError(f"{self.root}: chunk {rest} of {array} was never written: the store was not finished")
         return value
 
 
@@ -55,7 +52,11 @@ def open_zarr_source(address: str, opened_store: ZarrStore | None = None) -> Sou
     opened_store: the store as zarr reads it, if somebody opened it already.
     """
     is_remote = "://" in address
-    store = WrittenChunks(opened_store or _open_store(address), address)
+    local = None if is_remote else WrittenChunks(address)
+    store = opened_store or local
+    if store is None:
+        objects = RemoteObjects(address, RemoteOptions())
+        store = RemoteZarrStore(objects)
     # Consolidated metadata may be older than the store. A remote store is slow to list, or cannot be listed.
     consolidated = None if is_remote else False
     group = zarr.open_group(store, mode="r", use_consolidated=consolidated)
@@ -78,8 +79,9 @@ def open_zarr_source(address: str, opened_store: ZarrStore | None = None) -> Sou
         variables[name] = _without_default_fill(variable, array)
         # Coordinates and single numbers of 0 are often not stored. NaN is found among the values.
         is_field = variable.ndim >= 3
-        if is_field and not _is_nan(array.fill_value):
-            store.guarded.add(name)
+        is_nan = array.fill_value != array.fill_value
+        if local is not None and is_field and not is_nan:
+            local.guarded.add(name)
 
     def check(name: str, selection: Selection) -> None:
         try:
@@ -93,16 +95,10 @@ def open_zarr_source(address: str, opened_store: ZarrStore | None = None) -> Sou
     def find_groups() -> list[str]:
         return _groups(group, address)
 
-    # Remote stores are not listed: WrittenChunks notices what is missing.
+    # Remote stores are not listed: what is missing is noticed when it is read.
     if is_remote:
         return Source(address, variables, find_groups=find_groups)
     return Source(address, variables, check, find_groups)
-
-
-def _open_store(address: str) -> ZarrStore:
-    if "://" not in address:
-        return LocalStore(address, read_only=True)
-    return RemoteZarrStore(RemoteObjects(address, RemoteOptions()))
 
 
 def _without_default_fill(variable: xarray.Variable, array: zarr.Array) -> xarray.Variable:
@@ -115,11 +111,6 @@ def _without_default_fill(variable: xarray.Variable, array: zarr.Array) -> xarra
     if is_default and not is_packed:
         variable.attrs.pop("_FillValue", None)
     return variable
-
-
-def _is_nan(value: Any) -> bool:
-    is_float = isinstance(value, (float, np.floating))
-    return is_float and bool(np.isnan(value))
 
 
 def _groups(group: zarr.Group, address: str) -> list[str]:

@@ -15,9 +15,8 @@ from utils.errors import UsageError
 from weather.fields.stored_channels import NO_NAMES
 from weather.fields.time_axis import FEW_FRAMES, TimeAxis, known_axis, read_time_axis, show_step
 from weather.sources.remote_store import RemoteOptions, is_address
-from weather.years.store_path import StorePath, data_path
 from weather.years.year_data import YearFile, file_times
-from weather.years.year_reader import open_year, year_paths
+from weather.years.year_reader import StorePath, data_path, open_year, year_paths
 
 
 class FieldDataset:
@@ -271,7 +270,9 @@ class FieldDataset:
                 continue
             earlier = known.setdefault((axis.dates[0], file.shape), file)
             # Members of an ensemble have the same dates, and other values.
-            if earlier is not file and _have_same_start(earlier, file):
+            if earlier is file:
+                continue
+            if np.array_equal(_first_field(earlier), _first_field(file), equal_nan=True):
                 raise UsageError(f"{file.path}: holds the frames of {earlier.path} once more: move one of them away")
 
     def _sample_starts(self, file: YearFile, axis: TimeAxis | None) -> np.ndarray:
@@ -285,10 +286,6 @@ class FieldDataset:
             self.close()
             raise UsageError(f"{file.path}: has {axis.describe_gaps()}, and {self._needed()} frames without one")
         return starts
-
-
-def _have_same_start(one: YearFile, other: YearFile) -> bool:
-    return np.array_equal(_first_field(one), _first_field(other), equal_nan=True)
 
 
 def _first_field(file: YearFile) -> np.ndarray:

@@ -13,6 +13,7 @@ from xarray.backends import DummyFileManager
 
 from utils.errors import UsageError, reading
 from utils.files import check_file
+from weather.sources.chunk_sources import fill
 from weather.sources.hdf5 import check_filters, check_format, check_written, open_hdf5, read_variables
 from weather.years.year_data import DATASET, NAMES, YearFile
 
@@ -63,23 +64,13 @@ class Hdf5Year(YearFile):
         plane = 4 * height * width
         start = self.start + frame * all_channels * plane
         if (channels, h) == (all_channels, height):  # frames lie side by side: one piece
-            self._read_at(start, out)
+            fill(self.descriptor, start, out.data.cast("B"))
             return
         # Each field's rows are one piece, at the same place in its plane.
         first_row = 4 * rows.start * width
         for t, c in np.ndindex(frames, channels):
             field = start + (t * all_channels + c) * plane
-            self._read_at(field + first_row, out[t, c])
-
-    def _read_at(self, position: int, out: np.ndarray) -> None:
-        """Fill `out`, which is contiguous, from a position in the file on."""
-        view = out.data.cast("B")
-        while view:  # nearly always one read
-            count = os.preadv(self.descriptor, [view], position)
-            if count == 0:
-                raise EOFError("the file was truncated")
-            view = view[count:]
-            position += count
+            fill(self.descriptor, field + first_row, out[t, c].data.cast("B"))
 
 
 def _check_names(file: h5py.File, path: Path) -> None:

@@ -15,10 +15,10 @@ import numpy as np
 import xarray
 
 from utils.errors import UsageError, reading
-from weather.fields.channels import QUANTITIES, are_same_units, channel_key
+from weather.fields.attributes import check_unpacked
+from weather.fields.channels import QUANTITIES, Channel, are_same_units, channel_key
 from weather.fields.coordinates import LATITUDE, LONGITUDE, check_dimensions, read_grid
 from weather.fields.grid import Grid
-from weather.fields.packing import check_unpacked
 from weather.fields.stored_channels import read_channels
 from weather.fields.time_axis import TIME_NAMES, known_axis, read_time_axis
 from weather.sources.file_formats import describe_point_list
@@ -57,12 +57,10 @@ class Description(NamedTuple):
 class YearFile(ABC):
     """One open year. `read` fills buffers from it.
 
-    path: where it can be opened again. fields: an array (T, C, H, W) that slices.
-    arrays: all that it holds, by name. size: in bytes.
+    path: where it can be opened again. arrays: all that it holds, by name. size: in bytes.
     """
 
     path: Path
-    fields: Any
     arrays: Mapping[str, xarray.Variable]
     shape: tuple[int, int, int, int]
     size: int
@@ -93,25 +91,31 @@ class YearFile(ABC):
         with reading(f"{self.path}: frame {frame}"):
             self._read(frame, out, rows, columns)
 
+    def frames(self, first: int, count: int) -> np.ndarray:
+        """Up to `count` frames from the first of them on, all channels and points: (T, C, H, W) float32."""
+        total, channels, height, width = self.shape
+        count = min(count, total - first)
+        frames = np.empty((count, channels, height, width), np.float32)
+        self.read(first, frames, slice(0, height), slice(0, width))
+        return frames
+
     def read_rows(self, frame: int, channels: int, rows: np.ndarray) -> np.ndarray:
         """Read some rows of a frame, increasing, as whole circles: the first channels, (C, R, W)."""
         width = self.shape[3]
-        first = int(rows.min())
-        last = int(rows.max())
-        height = last - first + 1
         # One read of all rows between is faster, unless the file can skip those that nobody asked for.
-        is_band = len(rows) == height
-        if is_band or not self.reads_parts:
+        parts = [rows]
+        if self.reads_parts:
+            is_gap = np.diff(rows) > 1
+            parts = np.split(rows, np.flatnonzero(is_gap) + 1)
+        bands = []
+        for part in parts:
+            first, last = part[[0, -1]].tolist()
+            height = last - first + 1
             band = np.empty((1, channels, height, width), np.float32)
             self.read(frame, band, slice(first, last + 1), slice(0, width))
-            return band[0] if is_band else band[0][:, rows - first]
-
-        out = np.empty((channels, len(rows), width), np.float32)
-        circle = np.empty((1, channels, 1, width), np.float32)
-        for number, row in enumerate(rows):
-            self.read(frame, circle, slice(row, row + 1), slice(0, width))
-            out[:, number] = circle[0, :, 0]
-        return out
+            inside = part - first
+            bands.append(np.take(band[0], inside, axis=1))
+        return np.concatenate(bands, axis=1)
 
     def _check_fields(self) -> None:
         """Raise UsageError where there is no array of fields, or it is none."""
@@ -161,6 +165,19 @@ class YearFile(ABC):
                 return np.asarray(fields[name].values, np.float64)
         known = f"it has {', '.join(fields)}" if fields else "it has no such field"
         raise UsageError(f"{self.path}: no field '{name}' [lat, lon] of numbers; {known}")
+
+
+def describe_axes(dates: np.ndarray, channels: Sequence[Channel], grid: Grid) -> dict[str, tuple[Any, str]]:
+    """{name: (values, units)} of what our own years hold for each axis of `fields`. dates: (T,) datetime64[s]."""
+    # Hours are whole for most data, and fractions for the others.
+    seconds = dates.astype("datetime64[s]").astype(np.int64)
+    hours = seconds / 3600
+    return {
+        "time": (hours, "hours since 1970-01-01"),
+        "channel": ([channel.name for channel in channels], ""),
+        "latitude": (grid.latitude, "degrees_north"),
+        "longitude": (grid.longitude, "degrees_east"),
+    }
 
 
 def file_times(file: YearFile) -> np.ndarray:
