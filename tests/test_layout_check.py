@@ -17,6 +17,7 @@ from tools.instruments.rank_case import words_of_name
 from tools.layout_check import check
 from tools.layout_check.differences import TOLERANCES, largest_of_stage, scale_of
 from tools.layout_check.parts import GRADIENT
+from tools.layout_check.wide import quick_compilation, wide_casts
 from tools.planner.validate import build_cases
 from utils import comm
 from utils.data_loader import BatchLoader
@@ -102,6 +103,29 @@ def test_compiled_blocks_that_join_by_tuples_are_equal_to_one_device(capsys):
     assert plan.main(words) == 0
     table = capsys.readouterr().out
     assert table.count("equal |") == 2 and "not compared: blocks.0.mix" in table
+
+
+@pytest.fixture
+def in_float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_compiled_code_is_as_in_training_while_casts_are_widened(in_float64):
+    """torch's tracer takes no Tensor.unflatten inside a mode, as that of widened casts is."""
+    x = torch.ones(3, 4)
+    with quick_compilation(), wide_casts():
+        split = torch.compile(lambda x: x.float().unflatten(-1, (2, 2)), fullgraph=True)
+        assert split(x).dtype == torch.float32 and split(x).shape == (3, 2, 2)
+        assert x.float().dtype == torch.float64  # code that is not compiled, after the call
+
+
+@pytest.mark.slow("compiled blocks of plain tensors, by the command")
+def test_compiled_layouts_of_rung_3_are_equal_to_one_device(capsys):
+    layouts = ["tp2", "dp2,data_parallel=fsdp"]
+    assert plan.main(["check", "--config=quick", "--device=cpu", "--enable_jit", "--layouts", *layouts]) == 0
+    assert capsys.readouterr().out.count("equal |") == 2
 
 
 def test_there_are_sixty_faults():

@@ -8,14 +8,13 @@ gathered in bfloat16 is to be seen.
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn, overrides
 
 from distributed.checks.ties import keep_ties
 from distributed.shard.calls import passes_on
@@ -69,8 +68,10 @@ def quick_compilation() -> Iterator[None]:
     """
     compile_ = torch.compile
 
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        return compile_(*args, **{"backend": "aot_eager", **kwargs})
+    def traced(model: Any = None, **options: Any) -> Any:
+        run = compile_(model, **{"backend": "aot_eager", **options})
+        is_module = model is None or isinstance(model, nn.Module)
+        return run if is_module else _without_wide_casts(run)
 
     with patch.object(torch, "compile", traced):
         try:
@@ -78,6 +79,18 @@ def quick_compilation() -> Iterator[None]:
         finally:
             if "torch._dynamo" in sys.modules:
                 torch._dynamo.reset()
+
+
+def _without_wide_casts(run):
+    """A compiled function that is called without our mode, in which torch's tracer takes no Tensor.unflatten."""
+
+    def call(*args, **kwargs):
+        mode = overrides._get_current_function_mode()
+        is_ours = isinstance(mode, _WideCasts)
+        with overrides._pop_mode_temporarily() if is_ours else nullcontext():
+            return run(*args, **kwargs)
+
+    return call
 
 
 @contextmanager
@@ -95,7 +108,7 @@ def wide_casts() -> Iterator[None]:
         yield
 
 
-class _WideCasts(TorchFunctionMode):
+class _WideCasts(overrides.TorchFunctionMode):
     """Inside, a cast in a model's own code gives the default dtype, or its complex one, in place of a narrower one.
 
     Compiled code is as it was.
