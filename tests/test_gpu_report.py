@@ -202,7 +202,8 @@ def test_who_stops_the_report_ends_its_command(tmp_path, monkeypatch):
     wait_until(lambda: list(tmp_path.glob("logs/gpu_report/*/preflight.log")))
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 130
-    assert not [file for file in Path("/proc").glob("[0-9]*/cwd") if str(tmp_path / "logs") in _target(file)]
+    logs = str(tmp_path / "logs")
+    wait_until(lambda: not [file for file in Path("/proc").glob("[0-9]*/cwd") if logs in _target(file)])
 
 
 def _target(link):
