@@ -52,7 +52,7 @@ demo-ensemble: setup $(if $(wildcard logs/demo/00/forecast/skill.json),,demo)
 setup: .venv/installed
 
 about-test:
-	@echo "running the quick tests: ten minutes on two cores, one file in seconds"
+	@echo "running the quick tests: seven minutes on two cores, one file in seconds"
 
 test: about-test .venv/installed-dev
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS) $(FILES)
