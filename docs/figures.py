@@ -159,7 +159,7 @@ def picture(command: str, made: str, image: str, title: str) -> None:
     """Show a picture that a command leaves behind. made: its path; image: its name in docs/images."""
     if not _chosen(command, fast=False):
         return
-    _output(command, False)  # as tables ask: a run that both show is made once
+    _output(command, False)
     # The workspace goes when Python ends, so its picture is copied.
     shutil.copyfile(Path(_workspace().name) / made, ROOT / "docs/images" / image)
     page = ROOT / cog.inFile
@@ -286,7 +286,7 @@ def _show(*lines):
 
 
 @cache
-def _output(command, fast=False):
+def _output(command, fast):
     print(f"$ {command}", file=sys.stderr, flush=True)
     # Commands begin with `python`, which has to be the one that runs this.
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -153,21 +153,21 @@ def _read_attributes_of_parts(cls):
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.torch_function import TensorWithTFOverrideVariable as Subclassed
 
-    def reading(read: str) -> Callable[[Any, Any, str], Any]:
-        ask = getattr(Subclassed, read)
+    def reading(method: str) -> Callable[[Any, Any, str], Any]:
+        ask = getattr(Subclassed, method)
 
         def getattribute(self: Any, tx: Any, name: str) -> Any:
             in_rule = not _trace_state().torch_function_subclass_enabled
             is_of_tensors = hasattr(torch.Tensor, name) and name not in vars(cls)
             if issubclass(self.class_type, cls) and in_rule and is_of_tensors:
-                return getattr(TensorVariable, read)(self, tx, name)
+                return getattr(TensorVariable, method)(self, tx, name)
             return ask(self, tx, name)
 
         return getattribute
 
-    for read in READ_ATTRIBUTE:
-        if read in vars(Subclassed):
-            setattr(Subclassed, read, reading(read))
+    for method in READ_ATTRIBUTE:
+        if method in vars(Subclassed):
+            setattr(Subclassed, method, reading(method))
 
 
 def _compute_by_methods(cls):

@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 
 # How a schedule's method of these messages is called in torch 2.13, and in 2.15; 2.11 has none.
 SHAPE_MESSAGES = ("_warmup_p2p", "_initialize_pipeline_distributed_state")
-# A schedule of one stage a rank has the first of these methods, and one of several stages has the other.
-PREPARES_STAGES = ("_initialize_stage", "_initialize_stages")
+PREPARES_STAGES = ("_initialize_stage", "_initialize_stages")  # of a schedule of one stage a rank, and of several
 
 
 @contextmanager
@@ -291,18 +290,15 @@ def ends_before_computing(pipeline: Pipeline) -> Iterator[None]:
     Where torch has these methods no more, the step runs to its end, which takes longer and leaves the same.
     """
 
-    def stopping(prepare: Callable[..., object]) -> Callable[..., None]:
-        def prepare_and_stop(*args: Any, **kwargs: Any) -> None:
-            prepare(*args, **kwargs)
-            raise _Prepared
-
-        return prepare_and_stop
+    def prepare_and_stop(prepare: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        prepare(*args, **kwargs)
+        raise _Prepared
 
     with ExitStack() as stack:
         for name in PREPARES_STAGES:
             prepare = getattr(pipeline.schedule, name, None)
             if prepare:
-                stack.enter_context(patch.object(pipeline.schedule, name, stopping(prepare)))
+                stack.enter_context(patch.object(pipeline.schedule, name, partial(prepare_and_stop, prepare)))
         stack.enter_context(suppress(_Prepared))
         yield
 
