@@ -197,7 +197,9 @@ def test_a_stuck_rank_leaves_the_stacks_of_all(tiny_options, tmp_path):
     assert 0 not in statuses
     assert "no step finished within 4 s (watchdog_timeout); the stacks of all threads are in" in output
     stacks = (tmp_path / "logs/quick/00/stacks-rank0.txt").read_text()
-    assert "run_step" in stacks and "backward" in stacks
+    # The ranks meet in the backward pass, and in a reading: rank 0 waits in whichever of the two came next.
+    waits_in_step = "run_step" in stacks and "backward" in stacks
+    assert waits_in_step or "_sum_over_ranks" in stacks, stacks
     assert all((tmp_path / f"logs/quick/00/collectives-rank{rank}.json").exists() for rank in (0, 1))
 
 
