@@ -18,7 +18,7 @@ from tools.forecasting.output_files import LAYOUTS, attributes, prepare_folder
 from tools.forecasting.rollout import lead_times, roll_out, shown_channel
 from tools.forecasting.skill_report import read_skill, write_report
 from training.assembly import build_parallel
-from training.checkpoints.trained_weights import check_origin, find, load_weights_into
+from training.checkpoints.weights import check_origin, find, load_weights_into
 from utils import agreement, comm, connection
 from utils.config import SCRIPTS
 from utils.errors import ArgumentParser, int_in_range

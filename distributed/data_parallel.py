@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from distributed.checks.agreed_layers import LayerWatch
 from distributed.checks.options import (
     DataParallelOptions,
     check_recomputation,
@@ -34,7 +33,7 @@ from distributed.checks.options import (
 )
 from distributed.checks.ties import keep_ties
 from distributed.checks.usage import Usage
-from distributed.checks.written_weights import WriteWatch, check_writes
+from distributed.checks.watches import LayerWatch, WriteWatch, check_writes
 from distributed.parallel_model import ParallelModel
 from distributed.sharded_units import GATHER_DTYPES, share_out
 from distributed.split import Split

@@ -8,7 +8,7 @@ import re
 from html import escape
 from pathlib import Path
 
-from tools.course.questions import Question, QuestionSet, read_questions
+from tools.course.quiz import Question, QuestionSet, read_questions
 
 FOLDER = Path(__file__).parent
 MARK = re.compile(r"<!-- questions: (\d) (before|after) -->")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from exercises.ranks import PATIENCE_SECONDS, preload, run_ranks
 from utils.errors import ArgumentParser, UsageError, int_in_range, run_main
+from utils.files import holds_no_code
 
 FOLDER = Path(__file__).parent
 WRONG_STATUS = 1
@@ -34,15 +35,9 @@ def title(file: Path) -> tuple[str, str]:
     return rung, about.rstrip(".")
 
 
-def is_empty(file: Path) -> bool:
-    """Whether a file holds nothing, or comments alone."""
-    lines = file.read_bytes().splitlines()
-    return all(not line.strip() or line.strip().startswith(b"#") for line in lines)
-
-
 def check_file(name: str, file: Path, seed: int, patience: float = PATIENCE_SECONDS) -> list[str]:
     """Check a file as the exercise `name`: lines that say what is wrong; none, if all is right."""
-    if is_empty(file):
+    if holds_no_code(file):
         return ["the file is empty: it holds no code"]
     check = importlib.import_module(f"exercises.checks.{name}")
     patience = getattr(check, "PATIENCE_SECONDS", patience)

@@ -19,7 +19,7 @@ import types
 from collections.abc import Iterable
 from pathlib import Path
 
-from tools.instruments.pool import Pool, Process, RankError, RanksFailed
+from tools.instruments.ranks import Pool, Process, RankError, RanksFailed
 
 PATIENCE_SECONDS = 6  # for a check, which needs a second at most
 START_SECONDS = 120  # for all ranks to start, on a busy machine

@@ -16,7 +16,7 @@ import benchmark
 from tests.support.refusals import refusal
 from tools.benchmarks import ladder
 from tools.benchmarks.loaders import PlainDataset
-from tools.instruments.pool import Process
+from tools.instruments.ranks import Process
 from tools.tables import format_table, installed
 from training.models.build import build_model
 from training.tasks import build_task

@@ -21,9 +21,8 @@ from tests.support.refusals import refusal
 from tools.benchmarks import cases, layouts
 from tools.benchmarks.layouts import INDEPENDENT, ONE, STRATEGIES, domain_cases, layout_cases
 from tools.instruments.counting import Collective
-from tools.instruments.pool import Pool, RanksFailed, is_out_of_memory
+from tools.instruments.ranks import Pool, RanksFailed, Teams, is_out_of_memory
 from tools.instruments.step_phases import phases_of
-from tools.instruments.team import Teams
 from tools.instruments.tracker import Tracker, by_phase
 from tools.planner.trace import HELD, STATES, trace_step
 from tools.tables import MIB

@@ -11,7 +11,7 @@ from tests.support.layout_parity import build, ranks_and_options, train_steps
 from tests.support.refusals import refusal
 from tools.planner import textbook
 from training.checkpoints.state import make_moments
-from training.checkpoints.trained_weights import check_start
+from training.checkpoints.weights import check_start
 from training.forecasting.losses import relative_l2
 from training.models.build import initial_weights
 from training.run.profiling import build_profiler

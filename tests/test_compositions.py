@@ -22,7 +22,7 @@ from tools.compositions.choices import Choice, all_choices, keys_that_take_part,
 from tools.compositions.composition import Base, settings_of
 from tools.compositions.drawing import Draws
 from tools.compositions.judge import EQUAL, FINDING, REFUSED, Judge, JudgeEnded, Verdict
-from tools.instruments.team import Teams
+from tools.instruments.ranks import Teams
 from utils import schema
 from utils.errors import INTERRUPTED_STATUS
 from utils.schema import Config, key

@@ -13,12 +13,11 @@ import torch
 from tests.support.pretend_gpu import COPY, DEVICE, HOST, PretendGpu
 from tools.benchmarks import ladder
 from tools.instruments import clock
-from tools.instruments.pool import Process
+from tools.instruments.ranks import Process
 from tools.planner import compare
-from training.run import telemetry, timing
+from training.run import telemetry
 from training.run.loggers import MetricsFile
-from training.run.telemetry import Telemetry
-from training.run.timing import PhaseTimes
+from training.run.telemetry import PhaseTimes, Telemetry
 from training.step.spans import listening, span
 from training.step.step import StepOutput
 from training.tasks import build_task
@@ -33,11 +32,11 @@ GPU = torch.device("cuda")
 def gpu(monkeypatch):
     """A pretend GPU in the place of the library of this one."""
     gpu = PretendGpu()
-    for module in (data_loader, timing):
+    for module in (data_loader, telemetry):
         monkeypatch.setattr(module, "device_module", lambda *_: gpu)
     for module in (telemetry, clock):
         monkeypatch.setattr(module, "synchronize", gpu.synchronize)
-    monkeypatch.setattr(timing.time, "perf_counter", gpu.perf_counter)
+    monkeypatch.setattr(telemetry.time, "perf_counter", gpu.perf_counter)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     monkeypatch.setattr(data_loader, "Slot", lambda numbers, pinned: Slot(numbers, pinned=False))
     return gpu

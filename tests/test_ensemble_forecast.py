@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 import forecast
 import train
-import training.forecasting.ensemble_pictures
+import training.forecasting.pictures
 from tests.conftest import words_of
 from tests.support.launch import outcome
 from tests.support.marks import slow_but
@@ -24,7 +24,7 @@ from tests.support.refusals import refusal
 from tests.test_forecast import no_pictures
 from tools.forecasting import skill_report
 from tools.forecasting.dated_frames import run_config
-from tools.forecasting.forecast_file import ForecastFile
+from tools.forecasting.output_files import ForecastFile
 from tools.forecasting.scores import LeadTimeEnsembles
 from training.forecasting.metrics import latitude_weights
 from training.forecasting.rollout import Rollout
@@ -63,7 +63,7 @@ def _no_pictures():
 def _ensemble_pictures(monkeypatch):
     """Forecasts of this test draw the pictures of an ensemble."""
     for name in ("ensemble_figure", "blur_figure"):
-        monkeypatch.setattr(skill_report, name, getattr(training.forecasting.ensemble_pictures, name))
+        monkeypatch.setattr(skill_report, name, getattr(training.forecasting.pictures, name))
 
 
 def outcome_of(words):

@@ -5,8 +5,7 @@ import pytest
 import torch
 import xarray
 
-from training.forecasting.ensemble_metrics import EnsembleMetrics, quantiles_of_maps
-from training.forecasting.metrics import latitude_weights
+from training.forecasting.metrics import EnsembleMetrics, latitude_weights, quantiles_of_maps
 from weather.convert.climate_quantiles import QUANTILES
 
 WHY = "pip install -r requirements/dev.txt"

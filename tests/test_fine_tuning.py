@@ -23,8 +23,8 @@ from tests.test_forecast import no_pictures, results_in
 from tools.checkpoint import load_weights
 from tools.forecasting.dated_frames import run_config
 from training.assembly import build_parallel
-from training.checkpoints.external_weights import load_external_weights, match_weights
 from training.checkpoints.state import collect_state
+from training.checkpoints.weights import load_external_weights, match_weights
 from training.models.build import build_model
 from utils import comm
 from utils.errors import UsageError

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from xarray.backends import H5NetCDFStore
 
-from tools.forecasting.forecast_file import FileKind
-from tools.forecasting.output_files import LAYOUTS, file_name
+from tools.forecasting.output_files import LAYOUTS, FileKind, file_name
 from weather.fields.grid import Grid, latitudes, longitudes
 
 START = np.datetime64("1982-01-02T06", "s")

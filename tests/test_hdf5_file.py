@@ -13,7 +13,7 @@ import pytest
 import xarray
 
 from tests.support.refusals import refusal
-from tools.forecasting.forecast_file import FileKind
+from tools.forecasting.output_files import FileKind
 from weather.fields.grid import Grid
 from weather.sources.hdf5 import make_hdf5
 from weather.years.dataset import FieldDataset

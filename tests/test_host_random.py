@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from distributed.checks.agreed_layers import LayerWatch
+from distributed.checks.watches import LayerWatch
 from tests.support.layout_parity import build, train_serially, train_steps
 from training.models.build import initial_weights
 from utils import comm

@@ -16,7 +16,7 @@ from tests.support.step_faults import MORE_FAULTS
 from tools.instruments.rank_case import words_of_name
 from tools.layout_check import check
 from tools.layout_check.differences import TOLERANCES, largest_of_stage, scale_of
-from tools.layout_check.parts import GRADIENT
+from tools.layout_check.record import GRADIENT
 from tools.layout_check.wide import quick_compilation, wide_casts
 from tools.planner.validate import build_cases
 from utils import comm

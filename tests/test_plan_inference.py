@@ -8,9 +8,8 @@ import benchmark
 import plan
 from tests.support.refusals import refusal
 from tests.test_plan_trace import GIB, NUMBERS, settings
-from tools.instruments.pool import Process
 from tools.instruments.rank_case import RankCase, build_case
-from tools.instruments.team import Case, Teams
+from tools.instruments.ranks import Case, Process, Teams
 from tools.planner.hardware import load_gpu
 from tools.planner.plan import plan_layout
 from tools.planner.trace import Trace, measured_inference, trace_step

@@ -16,7 +16,7 @@ import plan
 from tests.support.refusals import refusal
 from tools.instruments import collective_speed, operation_speed
 from tools.instruments.rank_case import seconds_of
-from tools.instruments.team import Teams
+from tools.instruments.ranks import Teams
 from tools.instruments.tracker import Message, Operation
 from tools.planner import calibrate, hardware, search, validate
 from tools.planner.hardware import gpu_of, load_gpu

@@ -15,8 +15,7 @@ from tools.instruments.tracker import Message, Operation
 from tools.planner.hardware import load_gpu, read_gpus
 from tools.planner.operation_time import collective_time, node_shapes
 from tools.planner.plan import plan_layout
-from tools.planner.rank_seconds import GRAPH_GAP
-from tools.planner.step_time import step_time
+from tools.planner.step_time import GRAPH_GAP, step_time
 from tools.planner.trace import Trace, trace_step
 from utils.config import SPLITS, load_config
 

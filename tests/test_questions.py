@@ -15,8 +15,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from docs.quiz_page import MARK, anchor_of, questions_as_html
 from tests.support import programs
 from tests.support.browser import open_chromium
-from tools.course.questions import RUNGS, WHEN, Question, complaint_of, numbers, read_questions
-from tools.course.quiz import quiz_tables, read_class, take
+from tools.course.quiz import (
+    RUNGS,
+    WHEN,
+    Question,
+    complaint_of,
+    numbers,
+    quiz_tables,
+    read_class,
+    read_questions,
+    take,
+)
 from tools.instruments.counting import bytes_sent
 from tools.planner.symbols import Symbols
 from tools.planner.textbook import block_activations, kept_activations, memory

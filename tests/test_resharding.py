@@ -14,7 +14,7 @@ from tests.support.marks import slow_rows_but
 from tools.checkpoint import export, load_weights
 from training.checkpoints.folder import CheckpointFolder
 from training.checkpoints.state import collect_state, restore_state
-from training.checkpoints.trained_weights import find, stored_tensors
+from training.checkpoints.weights import find, stored_tensors
 from utils import comm
 
 SAVED, END, BATCH = 3, 6, 12

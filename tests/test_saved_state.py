@@ -12,7 +12,7 @@ from tests.support.refusals import refusal
 from tests.test_training import check_resume, run  # noqa: F401  # a fixture
 from tools.checkpoint import export
 from training.checkpoints.state import collect_state, make_moments, restore_state
-from training.checkpoints.trained_weights import find, stored_tensors
+from training.checkpoints.weights import find, stored_tensors
 
 
 def own(name):

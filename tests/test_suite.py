@@ -12,7 +12,7 @@ import torch
 
 from tests.support import launch, programs
 from tests.support.refusals import refusal
-from tools.instruments.team import Teams
+from tools.instruments.ranks import Teams
 from utils.device import select_device
 
 

@@ -15,7 +15,7 @@ from tests.support.refusals import refusal
 from tests.test_training import scalars, stop_after
 from training.models import info
 from training.run.loggers import Logger, Loggers, MetricsFile, read_metrics
-from training.run.timing import PHASES
+from training.run.telemetry import PHASES
 from training.step.step import TrainingStep
 from training.tasks import build_task
 from utils import comm

@@ -18,9 +18,9 @@ import train
 from tests.support.marks import slow_but, slow_rows_but
 from tests.support.refusals import refusal
 from tools.checkpoint import load_weights
-from training.checkpoints.trained_weights import find
+from training.checkpoints.weights import find
 from training.run.report import print_result
-from training.run.timing import words_of_seconds
+from training.run.telemetry import words_of_seconds
 from training.step.optimizer import learning_rate
 from training.step.step import TrainingStep
 from utils.config import read_named_config
@@ -126,7 +126,7 @@ def test_the_time_left_knows_that_longer_forecasts_take_longer(run, tiny_config,
 
     # An epoch has 9 iterations. After the first one 9 steps have taken 10 s, and 1 + 15 * 2 are left; after the second
     # one 10 + 8 * 2 and 7 * 2.
-    monkeypatch.setattr("training.run.timing.Clock.elapsed", lambda clock: 10.0)
+    monkeypatch.setattr("training.run.telemetry.Clock.elapsed", lambda clock: 10.0)
     log = run(num_iters=25, rollout_schedule=[[10, 2]]).log
     assert re.findall(r"about (\d+) s left", log) == ["34", "5"]
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from tests.support.layout_parity import build, check_in_double
 from tests.support.refusals import refusal
 from training.forecasting.rollout import Rollout
+from training.models.build import model_class
 from training.models.info import inspect_model
-from training.models.model_class import model_class
 from utils.errors import UsageError
 
 HERE = "tests.test_untrainable_weights"

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import xarray
 
-from tools.forecasting.forecast_file import FileKind
-from tools.forecasting.output_files import file_name, forecast_dataset
+from tools.forecasting.output_files import FileKind, file_name, forecast_dataset
 from weather.fields.channels import CHANNELS
 from weather.fields.grid import Grid, latitudes, longitudes
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tools.tables import format_table
 from training.checkpoints.files import read_marker, write_safetensors
-from training.checkpoints.trained_weights import find, stored_tensors
+from training.checkpoints.weights import find, stored_tensors
 from utils.errors import ArgumentParser, UsageError, run_main
 from utils.files import whole_file
 

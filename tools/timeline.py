@@ -21,7 +21,7 @@ from pandas import DataFrame, Series, concat
 from tools.pictures import finish, panels, save
 from tools.tables import format_table
 from training.run.profiling import TRACE
-from training.run.timing import PHASES
+from training.run.telemetry import PHASES
 from utils.errors import ArgumentParser, UsageError, reading, run_main
 
 STATES = {

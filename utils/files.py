@@ -29,6 +29,12 @@ def read_text(path: Path | str) -> str:
         return Path(path).read_text("utf-8")
 
 
+def holds_no_code(file: Path) -> bool:
+    """Tell whether a Python file holds nothing, or comments alone."""
+    lines = file.read_bytes().splitlines()
+    return all(not line.strip() or line.strip().startswith(b"#") for line in lines)
+
+
 def read_json(path: Path | str) -> Any:
     """Read a small JSON file. Raises UsageError, naming the file, if it cannot be read."""
     text = read_text(path)

@@ -17,8 +17,7 @@ import torch
 
 from training.assembly import build_step, random_batch
 from training.run.loggers import Loggers, MetricsFile, TensorBoard
-from training.run.telemetry import Telemetry
-from training.run.timing import PHASES
+from training.run.telemetry import PHASES, Telemetry
 from training.step.spans import LISTENERS
 from utils.config import load_config
 

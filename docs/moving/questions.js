@@ -2,7 +2,7 @@
 // <details class="predict" data-answer="28.25" data-tolerance="0.02" data-unit="MiB"><summary>question</summary>answer</details>
 // (tolerance: a share of the answer), or with data-choices="a|b|c" in place of the last two.
 "use strict";
-// The finite numbers that a text may mean: none, one, or the two of "1,000". tools/course/questions.py has the same.
+// The finite numbers that a text may mean: none, one, or the two of "1,000". tools/course/quiz.py has the same.
 function numbersOf(text) {
     const written = [], given = String(text).trim();
     if (/^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?$/i.test(given)) written.push(given);

@@ -16,11 +16,10 @@ from torch import nn
 from distributed import model_parallel
 from distributed.collectives import as_group
 from distributed.shard import halo
-from tools.instruments.pool import Process
-from tools.instruments.team import Case, Teams
+from tools.instruments.ranks import Case, Process, Teams
 from tools.layout_check.check import cases_of, default_dtype, record_serially, train_layout
 from tools.layout_check.differences import TOLERANCES, errors_of
-from tools.layout_check.parts import STAGES, Key
+from tools.layout_check.record import STAGES, Key
 from tools.tables import format_table
 from training.step import step
 from utils import comm

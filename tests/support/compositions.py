@@ -14,7 +14,7 @@ from tools.compositions import trial as trial_module
 from tools.compositions.choices import Choice
 from tools.compositions.composition import Base, Composition
 from tools.compositions.trial import try_out
-from tools.instruments.pool import Process
+from tools.instruments.ranks import Process
 from utils.command_line import parse_command_line
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from tools.planner.fake import fake_rank, pipeline_shapes
 from training.assembly import random_batch, split_as_configured
 from training.forecasting.ensemble import one_member
 from training.models.build import build_model
-from training.run.timing import PhaseTimes
+from training.run.telemetry import PhaseTimes
 from training.step.optimizer import build_optimizer
 from training.step.spans import listening
 from training.step.speed_options import apply_speed_options

@@ -23,7 +23,7 @@ from pathlib import Path
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.support import forked
-from tools.instruments.team import share_gloo_device
+from tools.instruments.ranks import share_gloo_device
 from utils.signals import STOP_SIGNALS
 
 

@@ -17,13 +17,11 @@ from tests.support.temporary import make_folder
 from tests.support.workers import PATIENCE_SECONDS
 from tools.benchmarks.cases import OPTIONS, parse_layout, split_words
 from tools.instruments.counting import CollectiveCounter
-from tools.instruments.pool import Process
-from tools.instruments.team import Case
+from tools.instruments.ranks import Case, Process
 from tools.layout_check import check
 from training.assembly import build_step
 from training.checkpoints.folder import CheckpointFolder
-from training.checkpoints.model_state import collect_extra, later_names
-from training.checkpoints.state import collect_state, restore_state
+from training.checkpoints.state import collect_extra, collect_state, later_names, restore_state
 from training.tasks import build_task, task_of
 from utils import comm
 from utils.yaml_files import yaml

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.support import forked
-from tools.instruments.pool import Pool, RanksFailed
-from tools.instruments.team import share_gloo_device
+from tools.instruments.ranks import Pool, RanksFailed, share_gloo_device
 
 PATIENCE_SECONDS = 120
 MOST_THREADS = 250  # groups of gloo leave some behind

@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 import torch
 from pandas import DataFrame
 
-from tools.instruments.pool import OutOfMemory, Process
 from tools.instruments.rank_case import WARMUP_STEPS, RankCase
-from tools.instruments.team import Case, Teams
+from tools.instruments.ranks import Case, OutOfMemory, Process, Teams
 from tools.instruments.tracker import by_phase
 from tools.planner.trace import HELD, measured_inference, observe_step
 from utils.config import STRATEGIES

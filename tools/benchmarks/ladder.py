@@ -20,13 +20,12 @@ from pandas import DataFrame
 
 from tools.benchmarks.cases import in_turns
 from tools.instruments.clock import timed
-from tools.instruments.pool import Process
-from tools.instruments.team import Teams
+from tools.instruments.ranks import Process, Teams
 from tools.pictures import draw_bars, finish, panels, save
 from tools.tables import GIB, format_tables, installed, machine
 from training.assembly import build_step
 from training.models.info import training_flops
-from training.run.timing import PHASES, PhaseTimes
+from training.run.telemetry import PHASES, PhaseTimes
 from training.step.float8 import has_float8
 from training.step.spans import listening, span
 from training.step.step import AMP_DTYPES

@@ -20,7 +20,7 @@ from pandas import DataFrame
 
 from tools.benchmarks.cases import check_machine, in_turns, parse_layout, row_of, split_words, turn
 from tools.instruments.rank_case import build_case
-from tools.instruments.team import Case, Teams
+from tools.instruments.ranks import Case, Teams
 from tools.instruments.tracker import PASSES
 from tools.pictures import draw_bars, finish, panels, save
 from tools.planner.trace import HELD, STATES

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
 from tools.benchmarks.cases import in_turns
 from tools.instruments.rank_case import build_case
-from tools.instruments.team import Case
+from tools.instruments.ranks import Case
 from tools.pictures import save_curves
 from tools.planner.layouts import script_of
 from tools.slurm import on_nodes

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from tools.compositions.choices import DP, OWN_NUMBERS, Choice, keys_of_layouts, words_of
 from tools.instruments.rank_case import build_case
-from tools.instruments.team import Case
+from tools.instruments.ranks import Case
 from tools.planner.layouts import script_of
 from training.models.build import build_model
 from training.tasks import build_task

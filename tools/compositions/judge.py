@@ -17,8 +17,7 @@ import torch
 
 from tools.compositions.composition import Base, Composition, TooManyRanks, has_own_numbers, is_coarse
 from tools.compositions.trial import HALF, STEPS, Outcome, Trial, try_out
-from tools.instruments.pool import NoAnswer, OutOfMemory, Pool, Process, RankError, RanksFailed
-from tools.instruments.team import Case, Teams
+from tools.instruments.ranks import Case, NoAnswer, OutOfMemory, Pool, Process, RankError, RanksFailed, Teams
 from tools.planner.trace import is_exact, trace_step
 from tools.planner.validate import counts
 from utils.errors import UsageError, first_line

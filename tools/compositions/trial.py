@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools.instruments.pool import Process
-from tools.instruments.team import Case, use_mesh
-from tools.layout_check.parts import part_of_rank
+from tools.instruments.ranks import Case, Process, use_mesh
+from tools.layout_check.record import part_of_rank
 from tools.layout_check.recording import drop_rounding, evaluate, random_batches
 from tools.layout_check.saving import load_state, save_state
 from tools.layout_check.wide import build_wide_step, quick_compilation, wide_casts

@@ -21,8 +21,7 @@ from pathlib import Path
 from tools.course.checking import Bounds, check_all, find_answers, learners_in, tables
 from tools.course.clones import account_of, closed_part_of, folder_of_class, join, write_class_clone
 from tools.course.folders import Action, plan_class, plan_reset
-from tools.course.questions import RUNGS, read_questions
-from tools.course.quiz import quiz_tables, read_class, take
+from tools.course.quiz import RUNGS, quiz_tables, read_class, read_questions, take
 from tools.course.timetable import commands, seconds_of
 from tools.tables import format_table
 from utils.errors import ArgumentParser, UsageError, int_in_range, run_main

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from exercises.check import is_empty
 from tools.commands import ROOT, started
 from tools.course.bounded import ALL
 from tools.tables import format_table
 from utils.errors import UsageError
+from utils.files import holds_no_code
 
 NAME = re.compile(r"(\d\d)_\w+\.py")
 RIGHT, UNTOUCHED, EMPTY = "right", "untouched", "empty"
@@ -102,7 +102,7 @@ def state_without_running(answer: Answer) -> str:
             return "no file of an answer"
         if file.read_bytes() == (ROOT / "exercises" / file.name).read_bytes():
             return UNTOUCHED
-        return EMPTY if is_empty(file) else ""
+        return EMPTY if holds_no_code(file) else ""
     except OSError as error:
         return f"cannot be read: {error.strerror}"
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from training.tasks import forecast, task_of
-from training.tasks.frames_check import look_at_frames
+from training.tasks.forecast import look_at_frames
 from utils.command_line import parse_command_line
 from utils.config import check_config, differing_keys, load_config, read_named_config
 from utils.errors import UsageError

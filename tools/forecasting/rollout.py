@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distributed.parallel_model import ParallelModel
 from tools.forecasting.dated_frames import DatedFrames
-from tools.forecasting.forecast_file import FileKind, ForecastFile
+from tools.forecasting.output_files import FileKind, ForecastFile
 from tools.forecasting.scores import LeadTimeEnsembles, LeadTimeSkill, Scores
 from tools.forecasting.spectra import LeadTimeSpectra, Spectra
 from training.forecasting.ensemble import FORECAST, draw_noise, own_members, repeat_members, whole_members

@@ -12,9 +12,15 @@ from tools.forecasting.scores import ensemble_table
 from tools.forecasting.spectra import spread
 from tools.pictures import save
 from tools.tables import format_table
-from training.forecasting.ensemble_pictures import blur_figure, ensemble_figure
 from training.forecasting.metrics import HEADLINE
-from training.forecasting.pictures import animate, lead_time_figure, skill_figure, spectra_figure
+from training.forecasting.pictures import (
+    animate,
+    blur_figure,
+    ensemble_figure,
+    lead_time_figure,
+    skill_figure,
+    spectra_figure,
+)
 from utils.errors import UsageError
 from utils.files import read_json, write_json
 from weather.convert.climate_quantiles import QUANTILES

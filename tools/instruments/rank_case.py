@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 
 from tools.instruments.clock import timed
-from tools.instruments.pool import Process
-from tools.instruments.team import Case, use_mesh
+from tools.instruments.ranks import Case, Process, use_mesh
 from training.assembly import build_step, random_batch
 from training.forecasting.ensemble import one_member
 from utils import comm

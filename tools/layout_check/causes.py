@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tools.layout_check.differences import coordinates, difference, is_of_numbers
-from tools.layout_check.parts import (
+from tools.layout_check.record import (
     BATCH,
     BUFFERS,
     FORWARD,

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from tools.benchmarks.cases import OPTIONS, check_machine, parse_layout, split_words
-from tools.instruments.pool import Process
 from tools.instruments.rank_case import build_case
-from tools.instruments.team import Case, Teams, use_mesh
+from tools.instruments.ranks import Case, Process, Teams, use_mesh
 from tools.layout_check import causes
 from tools.layout_check.causes import Apart
 from tools.layout_check.differences import TOLERANCES, errors_of, size_of
-from tools.layout_check.parts import FORWARD, INITIAL, INPUT, MOMENTS, RELOADED, STAGES, UNREDUCED, Key
+from tools.layout_check.record import FORWARD, INITIAL, INPUT, MOMENTS, RELOADED, STAGES, UNREDUCED, Key
 from tools.layout_check.recording import Training, record
 from tools.layout_check.wide import quick_compilation
 from tools.planner.layouts import script_of

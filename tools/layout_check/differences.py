@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distributed.shard.spec import part_of
-from tools.layout_check.parts import BATCH, CLIPPED, EVALUATION, FORWARD, GRADIENT, INPUT, UPDATES, Key, Part, Record
+from tools.layout_check.record import BATCH, CLIPPED, EVALUATION, FORWARD, GRADIENT, INPUT, UPDATES, Key, Part, Record
 from tools.layout_check.recording import rounding_of
 from utils import comm
 from utils.layout import shard_sizes

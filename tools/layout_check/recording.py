@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tools.layout_check.parts import (
+from tools.layout_check.record import (
     BATCH,
     BUFFERS,
     EVALUATION,
@@ -22,11 +22,11 @@ from tools.layout_check.parts import (
     Record,
     of_parameter,
     part_of_rank,
+    recorded,
 )
-from tools.layout_check.recorder import recorded
 from tools.layout_check.saving import why_not_saved
 from tools.layout_check.wide import build_wide_step, wide_casts
-from training.checkpoints.run_state import collect_tensors
+from training.checkpoints.state import collect_tensors
 from training.forecasting.ensemble import repeat_members, training_noise
 from training.step.step import TrainingStep
 from utils import comm

@@ -9,8 +9,7 @@ from torch.utils._pytree import tree_map
 
 from distributed.weight_shards import global_view
 from training.checkpoints.folder import CheckpointFolder
-from training.checkpoints.run_state import collect_named_state, collect_tensors, restore_tensors
-from training.checkpoints.state import State
+from training.checkpoints.state import State, collect_named_state, collect_tensors, restore_tensors
 from training.step.step import TrainingStep
 from utils.errors import first_line
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn, overrides
 from distributed.checks.ties import keep_ties
 from distributed.shard.calls import passes_on
 from training.assembly import build_step
-from training.models.build import build_model
-from training.models.model_class import LOOKING_ON
+from training.models.build import LOOKING_ON, build_model
 from training.step.step import TrainingStep
 from utils.schema import Config
 

@@ -14,15 +14,14 @@ import torch.distributed as dist
 
 from tools.instruments import collective_speed, operation_speed
 from tools.instruments.clock import timed
-from tools.instruments.pool import Process
 from tools.instruments.rank_case import RankCase, build_case, take_case
+from tools.instruments.ranks import Process
 from tools.planner.hardware import HARDWARE, MEASURED, Collective, Speeds, gpu_of, read_gpus
-from tools.planner.rank_seconds import calls_around_model
-from tools.planner.step_time import StepTime, step_time
+from tools.planner.step_time import StepTime, calls_around_model, step_time
 from tools.planner.trace import Trace, observe_step
 from tools.tables import machine
-from training.run.timing import PHASES as STEP_PHASES
-from training.run.timing import PhaseTimes
+from training.run.telemetry import PHASES as STEP_PHASES
+from training.run.telemetry import PhaseTimes
 from training.step.spans import listening
 from utils import comm, connection
 from utils.device import device_module, peak_memory_bytes

@@ -12,7 +12,7 @@ from tools.tables import format_table
 from training.models.info import is_gpu
 from training.run.folder import read_summary
 from training.run.loggers import FILE_NAME, read_metrics
-from training.run.timing import WARMUP_ITERATIONS
+from training.run.telemetry import WARMUP_ITERATIONS
 from utils.config import check_config, read_named_config
 from utils.errors import UsageError
 from utils.yaml_files import read_mappings

@@ -100,7 +100,7 @@ def fake_rank(
         draws_on_host: Any = int  # 0 at any time: the operations of a GPU draw on the GPU
         if device_type == "cpu":
             draws_on_host = partial(getattr, mode, "draws")
-        stack.enter_context(patch("distributed.checks.agreed_layers.host_generators", draws_on_host))
+        stack.enter_context(patch("distributed.checks.watches.host_generators", draws_on_host))
         yield mode
 
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from tools.instruments.pool import Process
 from tools.instruments.rank_case import build_case, seconds_of, take_case
-from tools.instruments.team import Case, Teams
+from tools.instruments.ranks import Case, Process, Teams
 from tools.planner import calibrate
 from tools.planner.compare import beside
 from tools.planner.hardware import gpu_of

@@ -12,9 +12,8 @@ from distributed.checks.usage import Usage, watch
 from distributed.parallel_model import check_output
 from distributed.protocol import points_kept_together
 from networks.vit import PerAxis
-from training.models.build import blank_inputs, build_model
+from training.models.build import blank_inputs, build_model, describe_error
 from training.models.checks import check_made
-from training.models.model_class import describe_error
 from utils.device import device_name
 from utils.errors import UsageError
 from utils.schema import Config

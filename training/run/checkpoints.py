@@ -10,8 +10,16 @@ from typing import Any
 from distributed.weight_shards import global_view
 from training.checkpoints.files import CheckpointError
 from training.checkpoints.folder import CheckpointFolder
-from training.checkpoints.model_state import check_unchanged, collect_extra, collect_weights, described
-from training.checkpoints.run_state import collect_named_state, collect_tensors, restore_tensors, start_from
+from training.checkpoints.state import (
+    check_unchanged,
+    collect_extra,
+    collect_named_state,
+    collect_tensors,
+    collect_weights,
+    described,
+    restore_tensors,
+)
+from training.checkpoints.weights import start_from
 from training.run.folder import RunFolder
 from training.run.report import describe_devices, log_notes
 from training.step.step import TrainingStep

@@ -14,15 +14,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from training.checkpoints.trained_weights import check_start
+from training.checkpoints.weights import check_start
 from training.run.checkpoints import Progress, RunCheckpoints
 from training.run.folder import RunFolder
 from training.run.iteration import Iteration
 from training.run.loggers import KINDS, Loggers, MetricsFile, TensorBoard, check_tracker
 from training.run.profiling import build_profiler
 from training.run.report import log_memory, print_result, rmse_charts, write_validation
-from training.run.telemetry import Telemetry
-from training.run.timing import words_of_seconds
+from training.run.telemetry import Telemetry, words_of_seconds
 from training.run.watchdog import Watchdog
 from training.step.cuda_graphs import DDP_WARMUP_STEPS
 from training.step.spans import listening, span

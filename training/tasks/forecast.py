@@ -1,6 +1,7 @@
-"""Forecasting: from the state of the atmosphere to the state one step later, on year files."""
+"""Forecasting: from the state of the atmosphere to the state one step later, on year files that were looked at."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -14,9 +15,7 @@ from distributed.parallel_model import ParallelModel
 from training.forecasting.crps import exchange_points, own_points
 from training.forecasting.ensemble import members_of_ranks, repeat_members
 from training.forecasting.losses import loss_weights
-from training.forecasting.region import check_columns
 from training.forecasting.rollout import Rollout
-from training.tasks.frames_check import check_test_years, look_at_frames
 from training.tasks.task import Task, Validator
 from training.tasks.validation import EnsembleValidator, ForecastValidator
 from utils import comm
@@ -24,16 +23,28 @@ from utils.choices import choose, load
 from utils.data_loader import BatchLoader, reads_samples
 from utils.errors import UsageError
 from utils.schema import Config, count_forcings
+from weather.checks.data_check import DataCheck
 from weather.checks.data_record import Record, check_apart, check_same_kind, make_record
-from weather.checks.statistics import Statistics, check_changes, positive_statistics, read_statistics
+from weather.checks.statistics import (
+    Paths,
+    Statistics,
+    check_changes,
+    check_climatology,
+    positive_statistics,
+    read_statistics,
+)
 from weather.fields.channels import CHANNELS
-from weather.fields.grid import latitudes
+from weather.fields.grid import Grid, latitudes
 from weather.sources.remote_store import RemoteOptions
 from weather.years.dataset import FieldDataset
 from weather.years.forcings import Forcings
 
 GIVES_CHANGE = {"state": False, "change": True}  # of `predict`: whether the network gives the change of the state
 LOADERS = {"pytorch": "utils.data_loader:DataLoader", "dali": "utils.data_loader_dali:DaliDataLoader"}
+# Our network that joins the last column to the first.
+JOINING = "unet"
+# The one that takes both axes for periodic: its filters are of frequencies.
+PERIODIC = "afno"
 
 
 class ForecastTask(Task):
@@ -262,3 +273,65 @@ def rollout_of(config: Config, device: torch.device) -> Rollout:
         check_changes(path, changes, config.global_stds_path, stds)
     change_scale = torch.from_numpy(changes / stds).to(device)
     return Rollout(config, change_scale)
+
+
+def check_test_years(config: Config, train: FieldDataset) -> list[str]:
+    """Look at the test years, if they are there already; returns notes on what a forecast will refuse.
+
+    Raises UsageError where the test years beside the training years, in the same folder, are of the training.
+    """
+    try:
+        channels = max(config.n_in_channels, config.n_out_channels)
+        # The test years need fewer options: nobody trains on them.
+        test = FieldDataset(config.inf_data_path, channels, config.img_size, config.dt)
+    except UsageError:
+        return []  # training needs no test years: what is wrong with them is for the forecast to say
+    with closing(test):
+        try:
+            test.check_step_like(train)
+            return check_apart(test, train)
+        except UsageError as error:
+            # The path may be that of a config, which nobody has changed, to other data.
+            is_of_same_data = Path(config.inf_data_path).parent == Path(config.train_data_path).parent
+            if is_of_same_data:
+                raise
+            return [f"forecasts on inf_data_path will be refused: {error}"]
+
+
+def look_at_frames(
+    config: Config, datasets: Sequence[FieldDataset], statistics: Statistics, is_training: bool
+) -> DataCheck:
+    """Look at this rank's share of the frames, and hold the statistics against those of the first data set."""
+    first = datasets[0]
+    names = first.description.names
+    paths = Paths(config.global_means_path, config.global_stds_path, config.time_means_path)
+    if comm.is_main():  # it reads a file as large as a frame, which is the same for all ranks
+        img_size = first.files[0].shape[2:]
+        is_global = first.description.grid.is_global
+        check_climatology(paths, statistics, names, img_size, is_global)
+    looked = DataCheck(datasets, config.check_data, (comm.rank(), comm.world_size()))
+    looked.run(comm.is_main())
+    # A run on a few samples has other statistics than all of the years.
+    is_of_training = is_training and config.limit_nsamples is None
+    looked.sums.check(statistics, names, paths, first.folder, is_of_training)
+    return looked
+
+
+def check_columns(config: Config, grid: Grid) -> list[str]:
+    """Hold the model against the columns of its images; returns notes on what is let pass.
+
+    Raises UsageError for a model that joins the eastern edge of a region to the western one.
+    """
+    if grid.goes_around:
+        return []
+    west = grid.longitude[0]
+    east = grid.longitude[-1]
+    columns = f"columns from {west:g} to {east:g} degrees do not go around the globe"
+    if config.model == JOINING:
+        raise UsageError(
+            f"{config.config}: {columns}, and model {JOINING} joins the last to the first: train vit, neighborhood or "
+            "a model of your own"
+        )
+    if config.model == PERIODIC:
+        return [f"{columns}, and model {PERIODIC} takes images for periodic: expect errors at their edges"]
+    return []
