@@ -5,7 +5,8 @@ import pytest
 import torch
 import xarray
 
-from training.forecasting.metrics import EnsembleMetrics, latitude_weights, quantiles_of_maps
+from training.forecasting.ensemble_metrics import EnsembleMetrics, quantiles_of_maps
+from training.forecasting.metrics import latitude_weights
 from weather.convert.climate_quantiles import QUANTILES
 
 WHY = "pip install -r requirements/dev.txt"

@@ -112,10 +112,17 @@ def in_float64():
     torch.set_default_dtype(torch.float32)
 
 
-def test_compiled_code_is_as_in_training_while_casts_are_widened(in_float64):
+def test_a_part_that_the_model_compiles_as_one_graph_is_compared(capsys):
+    """Hooks that record its modules would break the graph, which the model forbids."""
+    words = ["check", "--config=quick", "--device=cpu", "--model=tests.support.usage_models:CompiledWhole"]
+    assert plan.main([*words, "--global_batch_size=2", "--layouts", "dp2"]) == 0
+    assert "equal |" in capsys.readouterr().out
+
+
+def test_compiled_code_is_as_in_training_while_casts_are_widened(tiny_config, in_float64):
     """torch's tracer takes no Tensor.unflatten inside a mode, as that of widened casts is."""
     x = torch.ones(3, 4)
-    with quick_compilation(), wide_casts():
+    with quick_compilation(tiny_config(enable_jit=True)), wide_casts():
         split = torch.compile(lambda x: x.float().unflatten(-1, (2, 2)), fullgraph=True)
         assert split(x).dtype == torch.float32 and split(x).shape == (3, 2, 2)
         assert x.float().dtype == torch.float64  # code that is not compiled, after the call

@@ -12,6 +12,7 @@ from tests.support import usage_models
 from tests.support.layout_parity import build, check_chain, check_in_double, check_training, train_steps
 from tests.support.marks import slow_but, slow_rows_but
 from tests.support.refusals import refusal
+from tools.planner.trace import trace_step
 from training.models.build import build_model, initial_weights
 from training.tasks import build_task
 
@@ -44,6 +45,17 @@ def test_weights_that_no_output_depends_on_are_known():
     usage = look("Unused")
     assert usage.reached == {"stem.weight", "stem.bias", "head.weight", "head.bias"}
     assert "aside" in usage.calls and "never" not in usage.calls
+
+
+def test_a_part_that_the_model_compiles_as_one_graph_is_looked_at_and_planned(tiny_config):
+    """The compiler runs under no mode of a look or a trace, and takes that for an error of the model."""
+    usage = look("CompiledWhole")
+    compiled = {name for name in usage.calls if name.startswith("gate._orig_mod.")}
+    assert len(compiled) == 2 and "gate._orig_mod.0.weight" in usage.reached
+    config = tiny_config(model=model("CompiledWhole"), model_args={})
+    (trace,) = trace_step(config, config.layout(1), "cpu")
+    products = {(operation.phase, operation.kind) for operation in trace.operations}
+    assert ("backward", "matmul") in products
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ may walk over a container, read the weight of a module, call another method of i
 """
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -189,6 +190,7 @@ class _Watch:
                 keeps_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _refuse)
                 stack.enter_context(keeps_nothing)
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(uncompiled())
             counter = FlopCounterMode(display=False)
             counter.mod_tracker = _WholeModel()  # type: ignore[assignment]
             stack.enter_context(counter)
@@ -301,6 +303,20 @@ class _Functions(TorchFunctionMode):
         if func == SDPA:
             self.look.attends(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside, what a model compiles by itself runs as it is written.
+
+    Under modes like those of a look the compiler passes code over, and fullgraph=True takes that for an error.
+    """
+    # The compiler is slow to import. A program that has not imported it has compiled nothing.
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def _parameters_behind(outputs: list[Tensor], names: dict[int, str]) -> set[str]:

@@ -328,3 +328,14 @@ class Wide(Base):
 
     def between(self, x):
         return x * self.fine.to(x.dtype)[:, None, None]
+
+
+class CompiledWhole(Base):
+    """A part that the model compiles by itself, as one graph."""
+
+    def build(self, width):
+        gate = nn.Sequential(nn.Conv2d(width, width, 1), nn.GELU())
+        self.gate = torch.compile(gate, fullgraph=True, backend="aot_eager")
+
+    def between(self, x):
+        return x * self.gate(x)

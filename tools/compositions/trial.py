@@ -73,7 +73,8 @@ def try_out(rank: Process, trial: Trial) -> Outcome:
     dtype = torch.float64 if trial.wide else torch.float32
     torch.set_default_dtype(dtype)
     try:
-        with quick_compilation(), warnings.catch_warnings(action="ignore"):  # those of torch, many times over
+        silence = warnings.catch_warnings(action="ignore")  # those of torch, many times over
+        with quick_compilation(trial.case.config), silence:
             use_mesh(rank, trial.case.layout)
             casts = wide_casts() if trial.wide else nullcontext()
             with casts:

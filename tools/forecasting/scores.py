@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tools.forecasting.spectra import spread
 from tools.tables import format_table
-from training.forecasting.metrics import FORECASTS, EnsembleMetrics, ForecastMetrics, normalised_climatology
+from training.forecasting.ensemble_metrics import EnsembleMetrics
+from training.forecasting.metrics import FORECASTS, ForecastMetrics, normalised_climatology
 from weather.convert.climate_quantiles import QUANTILES
 
 Scores = dict[str, dict[str, dict[str, Any]]]  # {score: {forecast: {channel: values by lead time}}}

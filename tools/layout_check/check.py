@@ -124,7 +124,7 @@ def train_layout(
 ) -> Training:
     """The record of a case, in the default dtype. folder: for its state, None where it is not saved."""
     use_mesh(rank, case.layout)
-    with quick_compilation():
+    with quick_compilation(case.config):
         return record(case.config, rank.device, read_data, folder)
 
 

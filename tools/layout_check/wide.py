@@ -20,6 +20,7 @@ from distributed.checks.ties import keep_ties
 from distributed.shard.calls import passes_on
 from training.assembly import build_step
 from training.models.build import LOOKING_ON, build_model
+from training.step.speed_options import lock_progress_bars_by_threads
 from training.step.step import TrainingStep
 from utils.schema import Config
 
@@ -60,15 +61,18 @@ def _wide_of(dtype: torch.dtype) -> torch.dtype:
 
 
 @contextmanager
-def quick_compilation() -> Iterator[None]:
+def quick_compilation(config: Config) -> Iterator[None]:
     """Inside, compiled code is traced as for the default backend, and no machine code is made of it.
 
+    A model that compiles parts of itself may ask for one graph: hooks on modules inside would refuse it.
     What was compiled inside is forgotten afterwards: it would count against torch's limit in the next comparison.
     """
+    lock_progress_bars_by_threads()
     compile_ = torch.compile
+    graphs = {} if config.enable_jit else {"fullgraph": False}
 
     def traced(model: Any = None, **options: Any) -> Any:
-        run = compile_(model, **{"backend": "aot_eager", **options})
+        run = compile_(model, **{"backend": "aot_eager", **options, **graphs})
         is_module = model is None or isinstance(model, nn.Module)
         return run if is_module else _without_wide_casts(run)
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distributed.checks.usage import uncompiled
 from distributed.data_parallel import DataParallelOptions, data_parallel
 from distributed.parallel_model import transform_forward
 from networks import neighborhood
@@ -204,7 +205,7 @@ def _trace(config, layout, rank, device_type, inference):
         task.check_model()
 
         # The step, on fake tensors.
-        with fake, torch.random.fork_rng(), pipeline_shapes(config, layout):
+        with fake, torch.random.fork_rng(), uncompiled(), pipeline_shapes(config, layout):
             options = config.options(DataParallelOptions)
             parallel = data_parallel(model, options, device, [], task.usage, split)
             stack.enter_context(values_are_known(parallel.model, numbers))

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from distributed.parallel_model import ParallelModel
 from training.forecasting.ensemble import VALIDATION, draw_noise, own_members, repeat_members, whole_members
-from training.forecasting.metrics import EnsembleMetrics, ForecastMetrics, normalised_climatology, skill_table
+from training.forecasting.ensemble_metrics import EnsembleMetrics
+from training.forecasting.metrics import ForecastMetrics, normalised_climatology, skill_table
 from training.forecasting.rollout import Network, Rollout
 from training.tasks.task import Validator
 from utils import comm
