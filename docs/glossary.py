@@ -10,7 +10,7 @@ ROW = re.compile(r"^\| ([^|]+?) \| ([^|]+?) \|$", re.M)
 TAG = re.compile(r"(<[^>]+>)")
 # Inside these a term is no running text, or is explained by what it leads to.
 HEADINGS = {"h1", "h2", "h3", "h4", "th", "summary", "figure"}
-UNTOUCHED = HEADINGS | {"a", "abbr", "button", "code", "pre", "script", "style", "svg"}
+UNTOUCHED = HEADINGS | {"a", "abbr", "button", "code", "pre", "script", "style", "svg", "math"}
 
 
 @cache

@@ -15,13 +15,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from latex2mathml.converter import convert
 
 from docs import explorer_data
 from docs.drawings.__main__ import DRAWINGS, FOLDER, NARROW, drawings
 from docs.narrow import fit_narrow
 from docs.site_hooks import MOVING
 from docs.site_links import lost_links
-from docs.typeset import INLINE, draw_formula
+from docs.typeset import INLINE
 from tests.support.browser import MISPLACED, open_chromium
 from tools.planner.hardware import load_gpu
 from tools.planner.plan import plan_layout
@@ -99,12 +100,13 @@ PLAIN_FORMULA = r"\([A-Za-z] ?- ?1\)|[A-Za-z][²³]|\b[A-Z]\^\d|\b\d*[A-Z]/[A-Z]
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_formulas_in_sentences_are_typeset(page):
-    """None is left as plain text, and matplotlib can draw those that are there."""
+    """None is left as plain text, and those that are there become MathML."""
     text = page.read_text()
     for found in INLINE.finditer(text):
         if found["tex"]:
-            svg, depth = draw_formula(found["tex"])
-            assert "currentColor" in svg and 0 <= depth < 20, found[0]
+            formula = ElementTree.fromstring(convert(found["tex"]))
+            words = "".join(formula.itertext())
+            assert formula.tag.endswith("math") and "\\" not in words, found[0]
     without = re.sub(r"^\$\$\n.*?^\$\$$", "", INLINE.sub("", text), flags=re.S | re.M)
     assert re.findall(PLAIN_FORMULA, without) == []
 
@@ -156,10 +158,10 @@ def test_the_site_holds_every_page_and_needs_nothing_from_elsewhere(site):
         )
         assert not re.search(r"<p>\s*(torchrun|sbatch|python|make) ", text), f"{page}: a command is no paragraph"
     lesson = (site / "data_parallel.html").read_text()
-    assert lesson.count('<p><svg role="img"') == 3 and "$$" not in lesson  # formulas of their own
-    assert lesson.count('<svg class="formula" role="img"') >= 25
+    assert lesson.count('<p class="formula"><math') == 3 and "$$" not in lesson  # formulas of their own
+    assert lesson.count('<span class="formula"><math') >= 25
     for page in pages:
-        words_of_page = re.sub(r"<(code|script|style|svg)\b.*?</\1>", "", page.read_text(), flags=re.S)
+        words_of_page = re.sub(r"<(code|script|style|math)\b.*?</\1>", "", page.read_text(), flags=re.S)
         assert "code/" in str(page) or not re.search(r"\$[^$\s<][^$<]*\$", words_of_page), f"{page}: a raw formula"
     assert "Run it on Slurm</label>" in lesson  # a tab
     assert "does each of four ranks hold under\n<code>ddp</code>?</summary>" in lesson

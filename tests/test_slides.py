@@ -38,8 +38,7 @@ FAULTS = f"""(slide) => {{
     }}
     for (const each of body.querySelectorAll("img, svg")) {{
         const at = each.getBoundingClientRect()
-        // A formula in a sentence is as small as its letters.
-        const isSmall = !each.matches(".formula") && (at.width < 100 || at.height < 15)
+        const isSmall = at.width < 100 || at.height < 15
         if (outside(at, room) || isSmall) found.push("a picture")
         if (each.matches("img") && at.width < 700) found.push(`a picture of ${{at.width}} px`)
     }}

@@ -94,7 +94,7 @@ def _slide(entry: Mapping[str, Any], sections: Mapping[str, Section]) -> Slide:
 def as_html(part: Part) -> str:
     """A part of a page as it is on a slide."""
     if part.kind == "formula":
-        return f'<div class="formula">{typeset(part.text.splitlines()[1])}</div>'
+        return typeset(part.text.splitlines()[1])
     if part.kind == "picture":
         return _picture(part.text)
     if part.kind == "question":
