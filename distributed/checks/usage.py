@@ -202,7 +202,9 @@ class _Watch:
             if view._version != version:
                 self.usage.unfit[name] = "it returns a view that is written to afterwards"
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        self.usage.reached |= _parameters_behind(outputs, self.parameters)
+        for leaf in parameters_behind(outputs):
+            if id(leaf) in self.parameters:
+                self.usage.reached.add(self.parameters[id(leaf)])
         return output, self.usage
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -319,8 +321,8 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
-def _parameters_behind(outputs: list[Tensor], names: dict[int, str]) -> set[str]:
-    """The names of the parameters in the graph of some tensors. names: by id."""
+def parameters_behind(outputs: Sequence[Tensor]) -> set[Tensor]:
+    """The parameters, and other leaves, that get a gradient from some tensors."""
     seen = set()
     found = set()
     # A tensor that is a parameter itself has no node.
@@ -330,10 +332,8 @@ def _parameters_behind(outputs: list[Tensor], names: dict[int, str]) -> set[str]
         if node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)  # of AccumulateGrad
-        name = names.get(id(leaf))
-        if name is not None:
-            found.add(name)
+        if hasattr(node, "variable"):  # it adds up the gradient of a leaf
+            found.add(node.variable)
         left += [following for following, _ in node.next_functions if following is not None]
     return found
 

@@ -27,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 from distributed import attention, attention_kernels
+from distributed.checks.usage import parameters_behind
 from distributed.collectives import shard_sizes
 from distributed.data_parallel import DataParallelOptions, fully_shard_model
 from distributed.pipeline import Pipeline
@@ -158,22 +159,6 @@ def values_are_zero() -> AbstractContextManager[Any]:
     """Inside, what reads the value of a fake tensor gets 0, or True of a truth value; elsewhere it fails."""
     value = property(lambda self: float(self.dtype == torch.bool), lambda self, value: None)
     return patch.object(FakeTensor, "item_memo", value)
-
-
-def _parameters_behind(output: torch.Tensor) -> set[torch.Tensor]:
-    """The parameters that get a gradient from a tensor."""
-    found = set()
-    assert output.grad_fn is not None
-    seen = {output.grad_fn}
-    waiting = [output.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if hasattr(node, "variable"):  # it adds up the gradient of a leaf
-            found.add(node.variable)
-        before = {function for function, _ in node.next_functions if function} - seen
-        seen |= before
-        waiting += before
-    return found
 
 
 def _shard_on_meta(*arguments: Any) -> Any:
@@ -383,7 +368,7 @@ class Replica(nn.Module):
             self._end_step()
         output = self.module(*args)
         if self.looks_at_graph and output.requires_grad:
-            used = _parameters_behind(output)
+            used = parameters_behind([output])
             self.unused = [parameter for parameter in self.parameters_in_buckets if parameter not in used]
         return output
 
