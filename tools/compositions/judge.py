@@ -19,7 +19,7 @@ from tools.compositions.composition import Base, Composition, TooManyRanks, has_
 from tools.compositions.trial import HALF, STEPS, Outcome, Trial, try_out
 from tools.instruments.ranks import Case, NoAnswer, OutOfMemory, Pool, Process, RankError, RanksFailed, Teams
 from tools.planner.trace import is_exact, trace_step
-from tools.planner.validate import counts
+from tools.planner.validate import counts, unplanned
 from utils.errors import UsageError, first_line
 
 # Imported once, by the process of which all ranks are copies.
@@ -238,22 +238,6 @@ class Planning:
         for rank, plan in zip(ranks, found, strict=True):
             problems += unplanned(outcomes[rank].counted or Counter(), plan)
         return Verdict(FINDING, "plan", "; ".join(problems[:6])) if problems else None
-
-
-def unplanned(counted: Counter[Any], plan: Counter[Any]) -> list[str]:
-    """What a rank has counted otherwise than planned, in words."""
-    problems = []
-    for key in counted | plan:
-        if counted[key] != plan[key]:
-            problems.append(f"{counted[key]} {words_of_count(key)} planned as {plan[key]}")
-    return problems
-
-
-def words_of_count(key: Any) -> str:
-    """What is counted: bytes of a kind, FLOP, or messages."""
-    if isinstance(key, str):
-        return key
-    return f"x {key.kind} of {key.sent} bytes ({key.phase}, {key.group})"
 
 
 def planned_counts(_: Process, case: Case, wide: bool) -> Counts:

@@ -91,13 +91,25 @@ def differ(found: Sequence[Trace], traces: Sequence[Trace]) -> str:
     problems = []
     # A plan has the traces of some ranks, a run those of all.
     for real_trace_of_rank, trace in zip(found, traces, strict=False):
-        real = counts(real_trace_of_rank)
-        plan = counts(trace)
-        # The union shows also what only one of the two has.
-        for key in real | plan:
-            if real[key] != plan[key]:
-                problems.append(f"{real[key]} {key} planned as {plan[key]}")
+        problems += unplanned(counts(real_trace_of_rank), counts(trace))
     return "; ".join(problems) or "equal"
+
+
+def unplanned(counted: Counter[Any], plan: Counter[Any]) -> list[str]:
+    """What a rank has counted otherwise than planned, in words."""
+    problems = []
+    # The union shows also what only one of the two has.
+    for key in counted | plan:
+        if counted[key] != plan[key]:
+            problems.append(f"{counted[key]} {words_of_count(key)} planned as {plan[key]}")
+    return problems
+
+
+def words_of_count(key: Any) -> str:
+    """What is counted: bytes of a kind, FLOP, or messages."""
+    if isinstance(key, str):
+        return key
+    return f"x {key.kind} of {key.sent} bytes ({key.phase}, {key.group})"
 
 
 def counts(trace: Trace) -> Counter[Any]:
