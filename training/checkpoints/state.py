@@ -89,7 +89,7 @@ def restore_state(
 ) -> None:
     """Put the tensors of `collect_state` back. The hyperparameters of the optimizer stay those of the config.
 
-    extra: of model_state.collect_extra. Moments are written into those that are there: they keep the strides of their
+    extra: of collect_extra. Moments are written into those that are there: they keep the strides of their
     parameter, on which a fused optimizer relies.
     """
     optimizer = _local(optimizer)
