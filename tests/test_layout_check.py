@@ -147,7 +147,8 @@ def test_a_right_layout_is_equal_in_everything_that_is_compared(ranks, tiny_conf
     assert result.equal and result.error < 1e-9 and not result.skipped, result
 
 
-ONE = dict.fromkeys(("tensor_parallel", "context_parallel", "pipeline_parallel", "domain_parallel"), 1)
+SPLITS = ("tensor_parallel", "context_parallel", "pipeline_parallel", "domain_parallel", "ensemble_parallel")
+ONE = dict.fromkeys(SPLITS, 1)
 ONE |= {"gradient_accumulation": 1, "sequence_parallel": False, "data_parallel": "ddp", "dp_shard": None}
 
 
@@ -162,6 +163,14 @@ def test_no_layout_of_verify_yaml_gives_an_alarm(ranks, tmp_path):
         record_in_double(config.model_copy(update=ONE | {"activation_checkpointing": "none"}), tmp_path / "one.pt")
         result = ranks(case.ranks, compare_in_double, config, tmp_path / "one.pt")[0]
         assert result.equal, (case.name, result)
+
+
+def test_micro_batches_of_a_forecast_of_several_steps_are_compared(ranks, tiny_config, tmp_path):
+    """One device computes them as one batch: a module is called once for each step of the forecast."""
+    config = tiny_config(rollout_steps=2, gradient_accumulation=2, global_batch_size=4)
+    record_in_double(config.model_copy(update=ONE), tmp_path / "one.pt")
+    result = ranks(2, compare_in_double, config, tmp_path / "one.pt")[0]
+    assert result.equal and not result.skipped, result
 
 
 @pytest.mark.parametrize("fault", [None, "another seed"])

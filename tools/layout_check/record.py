@@ -229,14 +229,16 @@ class Recorder:
     def join_micro_batches(self) -> None:
         """Put the tensors of all micro-batches into the record as one, as the first micro-batch computed them.
 
-        A module may be called twice.
+        A module may be called twice, and is called in each step of a forecast.
         """
-        micro_batches = self.step.config.gradient_accumulation
+        config = self.step.config
+        micro_batches = config.gradient_accumulation
+        passes = micro_batches * config.forecast_steps(0, 1)
         joined: list[tuple[int, Key, Part]] = []
         for (stage, name), parts in self.calls.items():
             # The last calls are those of the micro-batches: a pipeline has tried its stages out before.
-            parts = parts[-micro_batches * len(parts) * len(self.outermost) // self.rounds :]
-            times = len(parts) // micro_batches  # calls of the module in a forward pass
+            parts = parts[-passes * len(parts) * len(self.outermost) // self.rounds :]
+            times = len(parts) // micro_batches  # calls of the module for a micro-batch
             for i in range(times):
                 place, first = parts[i]
                 values = [part.value for _, part in parts[i::times]]  # of the i-th call in each micro-batch
