@@ -113,8 +113,7 @@ class ZarrStore:
         """The store as the converter reads it, for all of its years. Raises UsageError."""
         with reported_as_usage_error(ValueError, f"{self.address}: cannot be opened as Zarr"):
             source = open_zarr_source(self.address, self.store if self.is_remote else None)
-        # Samples come in any order: what lies beside a frame is not wanted next.
-        return Era5([Store(source)], kept_bytes=0)
+        return Era5([Store(source)])
 
 
 def _as_variable(array: Any) -> xarray.Variable:
