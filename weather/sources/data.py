@@ -297,7 +297,9 @@ class SourceData:
             if store.times[-1] < times[0] or store.times[0] > times[-1]:
                 continue
             here, frames = shared(times, store.times)
-            is_lacking = [sources[place] < 0 or bool(np.isnan(values[place]).any()) for place in here]
+            is_lacking = sources[here] < 0
+            for index in np.flatnonzero(~is_lacking):
+                is_lacking[index] = np.isnan(values[here[index]]).any()
             here = here[is_lacking]
             if not len(here):
                 continue
