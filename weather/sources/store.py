@@ -182,10 +182,8 @@ class Store:
             raise UsageError(f"{self.address}: has the groups {_listed(names)}: give those in its place: {give}")
         if not self.is_era5:
             held = _names_of_fields(self.source)
-            hint = "".join(nearest(name, held) for name in self.requests)
-            raise UsageError(
-                f"{self.address}: holds none of {', '.join(self.requests)}{hint}; it has {', '.join(held) or 'no fields'}"
-            )
+            asked = ", ".join(self.requests) + "".join(nearest(name, held) for name in self.requests)
+            raise UsageError(f"{self.address}: holds none of {asked}; it has {', '.join(held) or 'no fields'}")
 
     def _check_one_grid(self, found: dict[str, xarray.Variable]) -> None:
         """Raise UsageError where two variables have different rows or columns, which would be mixed up by point."""
