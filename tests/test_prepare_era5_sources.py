@@ -340,7 +340,7 @@ def test_a_frame_asks_only_the_sources_that_hold_it(tmp_path, monkeypatch):
     for i, time in enumerate(times):
         assert np.array_equal(era5.frames(time[None])[0], TRUTH[1980][i])
     assert {Path(address).name for address in asked} == {"2.nc", "3.nc"}
-    assert len(asked) == FRAMES * len(era5.needed)
+    assert len(asked) == FRAMES * len(era5.groups)
 
 
 def open_files():
@@ -381,7 +381,7 @@ def test_a_chunk_of_many_frames_is_decoded_once(tmp_path, monkeypatch, capsys, s
     monkeypatch.setattr(data_module, "BLOCK_BYTES", 1)  # else all of these small chunks are read at once
     frames = np.concatenate([era5.frames(part) for part in era5.blocks(frame_times(1980, 0, FRAMES))])
     assert np.array_equal(frames, TRUTH[1980])
-    assert counts == [4] * 2 * len(era5.needed)  # two chunks of each quantity, four frames of each
+    assert counts == [4] * 2 * len(era5.groups)  # two chunks of each quantity, four frames of each
     convert([source], tmp_path / "out")
     assert "keeps up to" in capsys.readouterr().out
     check_values(tmp_path / "out")

@@ -62,11 +62,8 @@ class SourceData:
         for request in requests:
             for read in humidity_sources(request) if self._is_derived(request) else [request]:
                 self.reads[read.variable, read.level] = read
-        self.needed: dict[str, list[float | None]] = {}  # variable: its levels
-        for variable, level in self.reads:
-            self.needed.setdefault(variable, []).append(level)
         if not is_era5:
-            self._check_requests()
+            _ = self.groups  # a channel that no source holds is refused at once
         self.channels = [self._describe(request) for request in requests]
 
     def _average_grid(self) -> Grid:
@@ -88,18 +85,6 @@ class SourceData:
 
     def _is_derived(self, request: Request) -> bool:
         return self.derived and request.quantity == "r"
-
-    def _check_requests(self) -> None:
-        """Raise UsageError where no source holds a channel."""
-        for request in self.requests:
-            name = request.variable
-            holders = [store for store in self.stores if store.holds(name, request.level)]
-            if holders:
-                continue
-            # Of several sources the one that has the variable says more.
-            near = [store for store in self.stores if store.fields[name]]
-            store = (near or self.stores)[0]
-            raise UsageError(f"{store.address}: {store.explain(request)}")
 
     def _describe(self, request: Request) -> Channel:
         """The Channel of a request. Raises UsageError where sources state different units of one that is not known."""
@@ -124,25 +109,27 @@ class SourceData:
         Raises UsageError if no source holds a variable or a level of it, or holds it in other units or dimensions.
         """
         groups: dict[Group, list[float | None]] = {}
-        for variable, levels in self.needed.items():
-            for level in levels:
-                numbers = [number for number, store in enumerate(self.stores) if store.holds(variable, level)]
-                if not numbers:
-                    reason = self._describe_reason(variable)
-                    held = self._describe_sources()
-                    raise UsageError(f"no source holds {describe(variable, level)}{reason}: {held}")
-                groups.setdefault((variable, tuple(numbers)), []).append(level)
+        for (variable, level), request in self.reads.items():
+            numbers = [number for number, store in enumerate(self.stores) if store.holds(variable, level)]
+            if not numbers:
+                raise UsageError(self._explain(request))
+            groups.setdefault((variable, tuple(numbers)), []).append(level)
         return groups
 
-    def _describe_reason(self, variable: str) -> str:
-        """Why specific humidity is looked for, as a part of a message."""
-        if variable != "q" or not self.derived:
-            return ""
-        reason = "from which relative humidity is derived"
-        for store in self.stores:
-            if store.fields.get("r"):
-                return f", {reason}, as that of {store.address} has no units (%, or 1)"
-        return f", {reason}, as there is none"
+    def _explain(self, request: Request) -> str:
+        """Why no source holds what is read: a message."""
+        variable = request.variable
+        if not self.is_era5:
+            # Of several sources the one that has the variable says more.
+            near = [store for store in self.stores if store.fields[variable]]
+            store = (near or self.stores)[0]
+            return f"{store.address}: {store.explain(request)}"
+        reason = ""
+        if variable == "q" and self.derived:
+            humid = [store.address for store in self.stores if store.fields["r"]]
+            why = f"that of {humid[0]} has no units (%, or 1)" if humid else "there is none"
+            reason = f", from which relative humidity is derived, as {why}"
+        return f"no source holds {describe(variable, request.level)}{reason}: {self._describe_sources()}"
 
     def _describe_sources(self) -> str:
         """What the sources hold, of many the first ones of each kind."""
