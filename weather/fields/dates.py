@@ -58,7 +58,6 @@ def decode_dates(
     else:
         _check_units(units, where)
         dates, elapsed = decode_numbers(values, units, calendar.lower(), where)
-    _check_dates(dates, where)
     _check_increasing(dates, address, name)
     return dates, elapsed
 
@@ -98,6 +97,7 @@ def decode_numbers(
     # Dates of cftime are counted in their own calendar.
     elapsed = (exact - exact[0]).astype("timedelta64[us]") / SECOND
     exact = exact.astype("datetime64[us]") if exact.dtype.kind == "M" else _exact_dates(exact)
+    _check_dates(exact, where)
     # Numbers in double precision are exact enough.
     precision = 0.0
     if values.dtype.kind == "f" and values.dtype.itemsize <= 4:
