@@ -53,11 +53,11 @@ def decode_dates(
         values = _parse_texts(values.astype(str))
     if values.dtype.kind == "M":
         exact = values.astype("datetime64[us]")
-        _check_dates(exact, where)
         dates, elapsed = _round_dates(exact, (exact - exact[0]) / SECOND)
     else:
         _check_units(units, where)
         dates, elapsed = decode_numbers(values, units, calendar.lower(), where)
+    _check_dates(dates, where)
     _check_increasing(dates, address, name)
     return dates, elapsed
 
@@ -97,7 +97,6 @@ def decode_numbers(
     # Dates of cftime are counted in their own calendar.
     elapsed = (exact - exact[0]).astype("timedelta64[us]") / SECOND
     exact = exact.astype("datetime64[us]") if exact.dtype.kind == "M" else _exact_dates(exact)
-    _check_dates(exact, where)
     # Numbers in double precision are exact enough.
     precision = 0.0
     if values.dtype.kind == "f" and values.dtype.itemsize <= 4:
@@ -165,6 +164,8 @@ def _round_dates(
     the file, move with their dates.
     """
     dates = _nearest(exact, "s")
+    if np.isnat(dates).any():  # which is refused by its frame
+        return dates, elapsed
     usual_step = 0.0
     if len(elapsed) > 1:
         steps = np.abs(np.diff(elapsed))
