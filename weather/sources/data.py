@@ -139,8 +139,8 @@ class SourceData:
         # Files for other months hold the same variables, and are one kind.
         kinds: dict[str, list[Store]] = {}
         for stores in by_address.values():
-            kind = str([(sorted(store.source.variables), store.levels) for store in stores])
-            kinds.setdefault(kind, stores)
+            kind = [f"{sorted(store.source.variables)} {store.levels}" for store in stores]
+            kinds.setdefault(" ".join(kind), stores)
         shown = list(kinds.values())[:SHOWN]
         text = "; ".join(describe_stores(stores) for stores in shown)
         more = len(by_address) - len(shown)
@@ -149,15 +149,20 @@ class SourceData:
     @cached_property
     def dates(self) -> np.ndarray:
         """The dates that all channels have, (T,) datetime64[s]. Raises UsageError where there is none."""
-        times = {group: np.unique(np.concatenate(self._times(group))) for group in self.groups}
+        times = {}
+        for group in self.groups:
+            of_stores = np.concatenate(self._times(group))
+            times[group] = np.unique(of_stores)
         # A frame needs all of its channels.
         common = reduce(np.intersect1d, times.values())
         if not len(common):
             addresses = ", ".join(dict.fromkeys(store.address for store in self.stores))
-            spans = [f"{name} {minute(dates[0])} to {minute(dates[-1])}" for (name, _), dates in times.items()]
+            spans = []
+            for (name, _), dates in times.items():
+                spans.append(f"{name} {minute(dates[0])} to {minute(dates[-1])}")
             raise UsageError(f"{addresses}: no date has all variables: {'; '.join(spans)}")
         # Dates that some variables lack are told, since a gap in time breaks samples.
-        most = max(map(len, times.values()))
+        most = max(len(dates) for dates in times.values())
         if len(common) < most:
             print(f"{len(common)} of {most} dates have all variables: the others are left out")
         return common
@@ -205,8 +210,8 @@ class SourceData:
     @property
     def _frame_bytes(self) -> int:
         """Bytes of a frame on the points of the stores: of all variables at all levels."""
-        store = self.stores[0]
-        return 4 * len(self.reads) * len(store.latitude) * len(store.longitude)
+        points = len(self.stores[0].latitude) * len(self.stores[0].longitude)
+        return 4 * len(self.reads) * points
 
     @property
     def _most_frames(self) -> int:
@@ -234,9 +239,11 @@ class SourceData:
         for number in reversed(numbers):
             store = self.stores[number]
             here, frames = shared(times, store.times)
-            chunks[here] = chunks_before + frames // store.chunk_frames(variable, level)
+            size = store.chunk_frames(variable, level)
+            chunks[here] = chunks_before + frames // size
             chunks_before += len(store.times)
-        ends = np.append(np.flatnonzero(np.diff(chunks)) + 1, len(times))
+        is_new = np.diff(chunks) != 0
+        ends = np.append(np.flatnonzero(is_new) + 1, len(times))
 
         usual = max(1, int(BLOCK_BYTES // self._frame_bytes))
         first = 0
@@ -274,19 +281,21 @@ class SourceData:
         A value is of the first source that holds the instant; where that one has NaN, of the next one.
         """
         variable, numbers = group
-        store = self.stores[0]
-        shape = len(times), len(levels), len(store.latitude), len(store.longitude)
-        values = np.full(shape, np.nan, np.float32)
+        rows = len(self.stores[0].latitude)
+        columns = len(self.stores[0].longitude)
+        values = np.full((len(times), len(levels), rows, columns), np.nan, np.float32)
         sources = np.full(len(times), -1)
         for number in numbers:
             store = self.stores[number]
             # Most of many files hold other dates.
-            if store.times[-1] < times[0] or store.times[0] > times[-1]:
+            first, last = store.times[[0, -1]]
+            if last < times[0] or first > times[-1]:
                 continue
             here, frames = shared(times, store.times)
             is_lacking = sources[here] < 0
             for index in np.flatnonzero(~is_lacking):
-                is_lacking[index] = np.isnan(values[here[index]]).any()
+                frame = values[here[index]]
+                is_lacking[index] = np.isnan(frame).any()
             here = here[is_lacking]
             if not len(here):
                 continue

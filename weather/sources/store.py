@@ -107,7 +107,9 @@ class Store:
     def units(self, variable: str) -> str:
         """The units that a variable states, "" where it states none, or where the source has none such."""
         fields = self.fields[variable]
-        stated = str(fields[0].variable.attrs.get("units", "")) if fields else ""
+        if not fields:
+            return ""
+        stated = str(fields[0].variable.attrs.get("units", ""))
         return stated.strip()
 
     def check(self, variable: str, level: float | None, frames: np.ndarray) -> None:
@@ -182,7 +184,8 @@ class Store:
             raise UsageError(f"{self.address}: has the groups {_listed(names)}: give those in its place: {give}")
         if not self.is_era5:
             held = _names_of_fields(self.source)
-            asked = ", ".join(self.requests) + "".join(nearest(name, held) for name in self.requests)
+            hints = [nearest(name, held) for name in self.requests]
+            asked = ", ".join(self.requests) + "".join(hints)
             raise UsageError(f"{self.address}: holds none of {asked}; it has {', '.join(held) or 'no fields'}")
 
     def _check_one_grid(self, found: dict[str, xarray.Variable]) -> None:
@@ -190,9 +193,10 @@ class Store:
         horizontal = {*NAMES["latitude"], *NAMES["longitude"]}
         grids: dict[tuple[str, ...], str] = {}
         for name, variable in found.items():
-            known = sorted(str(dim) for dim in variable.dims if str(dim).lower() in horizontal)
+            dimensions = map(str, variable.dims)
+            known = [dimension for dimension in dimensions if dimension.lower() in horizontal]
             if known:
-                grids.setdefault(tuple(known), name)
+                grids.setdefault(tuple(sorted(known)), name)
         if len(grids) > 1:
             # The reader sees which variables to bring together.
             listed = " and ".join(f"{name} on [{', '.join(dims)}]" for dims, name in grids.items())

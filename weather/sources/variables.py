@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import xarray
@@ -38,10 +39,14 @@ def find_axes(address: str, variables: Variables, fields: Iterable[xarray.Variab
     axes = {}
     for ours, (names, most) in DIMENSIONS.items():
         # By its own name, or by what its coordinate says it is.
-        found = [name for name in sizes if name.lower() in names or _is_stated(ours, variables.get(name))]
+        found = []
+        for name in sizes:
+            if name.lower() in names or _is_stated(ours, variables.get(name)):
+                found.append(name)
         if len(found) > 1:
-            listed = " and ".join(f"{name} ({sizes[name]})" for name in found)
-            raise UsageError(f"{address}: its fields have both dimensions {listed}: select one value of one of them")
+            listed = [f"{name} ({sizes[name]})" for name in found]
+            both = " and ".join(listed)
+            raise UsageError(f"{address}: its fields have both dimensions {both}: select one value of one of them")
         for axis in found:
             if not 1 <= sizes[axis] <= most:
                 raise UsageError(f"{address}: {axis} has {sizes[axis]} values, not 1 to {most}")
@@ -63,7 +68,10 @@ def _find_single_value(ours: str, variables: Variables) -> str:
         return ""
     # A coordinate of one value is no dimension of the fields.
     single = {name.lower(): name for name, variable in variables.items() if variable.size == 1}
-    return next((single[name] for name in NAMES[ours] if name in single), "")
+    for name in NAMES[ours]:
+        if name in single:
+            return single[name]
+    return ""
 
 
 def _regrid_hint(ours: str, variables: Variables) -> str:
@@ -190,13 +198,10 @@ def read_field(field: Field, axes: Axes, levels: list[int], frames: np.ndarray) 
     # Fill values become NaN, packed integers numbers; dates are no fields.
     variable = decode_cf_variable(field.name, field.variable, decode_times=False, decode_timedelta=False)
     # What is read along each dimension: one value of those that are no axis, which have a length of 1.
-    part = dict.fromkeys(variable.dims, 0) | {
-        axes["time"]: _as_slice(frames),
-        axes["level"]: levels or 0,
-        axes["latitude"]: slice(None),
-        axes["longitude"]: slice(None),
-    }
-    order = [axes["time"], *([axes["level"]] if levels else []), axes["latitude"], axes["longitude"]]
+    part: dict[Any, Any] = dict.fromkeys(variable.dims, 0)
+    part |= {axes["latitude"]: slice(None), axes["longitude"]: slice(None)}
+    part |= {axes["time"]: _as_slice(frames), axes["level"]: levels or 0}
+    order = list(axes.values())
 
     def read(version: int) -> np.ndarray:
         selected = variable.isel(part | {VERSIONS: version}, missing_dims="ignore")
