@@ -1,6 +1,7 @@
 """Sources as one: frames of the channels that are asked for, ERA5's or a user's own, at the dates of the sources."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, reduce
 from pathlib import Path
 
@@ -18,11 +19,19 @@ from weather.sources.store import Store, check_same_grid, describe_stores, open_
 BLOCK_BYTES = 64e6  # of frames that are read at once, where chunks hold no more
 KEPT_BYTES = 2 * 2**30  # of frames that are read at once, at most
 SHOWN = 3  # sources in a message
-Group = tuple[str, tuple[int, ...]]  # a variable, and the numbers of the stores that hold it
 FILL = (
     "fill such values first (xarray: fillna, interpolate_na), or take a region without them; a missing value that the "
     "file does not state belongs into its attribute _FillValue"
 )
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """What is read at once: a variable at levels that the same stores hold."""
+
+    variable: str
+    levels: list[float | None]
+    stores: list[Store]
 
 
 class SourceData:
@@ -103,18 +112,20 @@ class SourceData:
         return known._replace(units=next(iter(units)))
 
     @cached_property
-    def groups(self) -> dict[Group, list[float | None]]:
-        """{a variable, and the stores that hold it: its levels there}: what is read at once.
+    def groups(self) -> list[Group]:
+        """All that is read.
 
         Raises UsageError if no source holds a variable or a level of it, or holds it in other units or dimensions.
         """
-        groups: dict[Group, list[float | None]] = {}
+        groups: dict[tuple[str, tuple[int, ...]], Group] = {}
         for (variable, level), request in self.reads.items():
             numbers = [number for number, store in enumerate(self.stores) if store.holds(variable, level)]
             if not numbers:
                 raise UsageError(self._explain(request))
-            groups.setdefault((variable, tuple(numbers)), []).append(level)
-        return groups
+            new = Group(variable, [], [self.stores[number] for number in numbers])
+            group = groups.setdefault((variable, tuple(numbers)), new)
+            group.levels.append(level)
+        return list(groups.values())
 
     def _explain(self, request: Request) -> str:
         """Why no source holds what is read: a message."""
@@ -149,33 +160,29 @@ class SourceData:
     @cached_property
     def dates(self) -> np.ndarray:
         """The dates that all channels have, (T,) datetime64[s]. Raises UsageError where there is none."""
-        times = {}
+        times = []
         for group in self.groups:
-            of_stores = np.concatenate(self._times(group))
-            times[group] = np.unique(of_stores)
+            of_stores = np.concatenate([store.times for store in group.stores])
+            times.append(np.unique(of_stores))
         # A frame needs all of its channels.
-        common = reduce(np.intersect1d, times.values())
+        common = reduce(np.intersect1d, times)
         if not len(common):
             addresses = ", ".join(dict.fromkeys(store.address for store in self.stores))
             spans = []
-            for (name, _), dates in times.items():
-                spans.append(f"{name} {minute(dates[0])} to {minute(dates[-1])}")
+            for group, dates in zip(self.groups, times, strict=True):
+                spans.append(f"{group.variable} {minute(dates[0])} to {minute(dates[-1])}")
             raise UsageError(f"{addresses}: no date has all variables: {'; '.join(spans)}")
         # Dates that some variables lack are told, since a gap in time breaks samples.
-        most = max(len(dates) for dates in times.values())
+        most = max(map(len, times))
         if len(common) < most:
             print(f"{len(common)} of {most} dates have all variables: the others are left out")
         return common
 
-    def _times(self, group: Group) -> list[np.ndarray]:
-        """The dates of each store of a group."""
-        return [self.stores[number].times for number in group[1]]
-
     def check(self, times: np.ndarray) -> None:
         """Raises UsageError if no source holds one of `times` (T,), or parts of what will be read are not there."""
         alone = {}  # of each group, the instants that one store alone holds
-        for group, levels in self.groups.items():
-            held = self._times(group)
+        for group in self.groups:
+            held = [store.times for store in group.stores]
             found = [shared(times, dates)[0] for dates in held]
             counts = np.bincount(np.concatenate(found), minlength=len(times))
             absent = times[counts == 0]
@@ -184,18 +191,18 @@ class SourceData:
                 first = min(dates[0] for dates in held)
                 last = max(dates[-1] for dates in held)
                 raise UsageError(
-                    f"{describe(group[0], levels[0])}: {minute(absent[0])} is missing{more}, needed are 00, 06, 12, "
-                    f"18 UTC; the sources hold {minute(first)} to {minute(last)}"
+                    f"{describe(group.variable, group.levels[0])}: {minute(absent[0])} is missing{more}, needed are "
+                    f"00, 06, 12, 18 UTC; the sources hold {minute(first)} to {minute(last)}"
                 )
             # Where another source holds the instant too, NaN may stand in this one.
             alone[group] = times[counts == 1]
         # One source after the other, as each may have to be opened again.
-        for number, store in enumerate(self.stores):
-            for group, levels in self.groups.items():
+        for store in self.stores:
+            for group in self.groups:
                 _, frames = shared(alone[group], store.times)
-                if number in group[1] and len(frames):
-                    for level in levels:
-                        store.check(group[0], level, frames)
+                if store in group.stores and len(frames):
+                    for level in group.levels:
+                        store.check(group.variable, level, frames)
 
     def announce(self) -> None:
         """Print what is derived, and how much memory frames take that are decoded together, of ERA5's many frames."""
@@ -221,25 +228,24 @@ class SourceData:
     def _longest_chunk(self) -> tuple[int, Group]:
         """The most frames that a chunk holds, and whose chunk it is."""
         longest = []
-        for group, levels in self.groups.items():
-            sizes = [self.stores[number].chunk_frames(group[0], levels[0]) for number in group[1]]
-            longest.append((max(sizes), group))
-        return max(longest)
+        for group in self.groups:
+            sizes = [store.chunk_frames(group.variable, group.levels[0]) for store in group.stores]
+            longest.append(max(sizes))
+        most = max(longest)
+        return most, self.groups[longest.index(most)]
 
     def blocks(self, times: np.ndarray) -> Iterator[np.ndarray]:
         """Parts of `times`, increasing: each holds whole chunks, so that none is decoded twice, as far as memory goes.
 
         A store in chunks of 240 hours would be decoded 40 times for its 40 six-hourly frames, one by one.
         """
-        _, (variable, numbers) = self._longest_chunk
-        level = self.groups[variable, numbers][0]
+        _, group = self._longest_chunk
         # A number for each chunk of each store; of two stores that hold an instant the first one is read.
         chunks = np.zeros(len(times), np.int64)
         chunks_before = 0
-        for number in reversed(numbers):
-            store = self.stores[number]
+        for store in reversed(group.stores):
             here, frames = shared(times, store.times)
-            size = store.chunk_frames(variable, level)
+            size = store.chunk_frames(group.variable, group.levels[0])
             chunks[here] = chunks_before + frames // size
             chunks_before += len(store.times)
         is_new = np.diff(chunks) != 0
@@ -259,13 +265,14 @@ class SourceData:
         out = np.empty((len(times), len(self.requests), *map(len, self.grid)), np.float32)
         # What humidity is derived from, on the points of the stores: (T, h, w) each.
         kept: dict[Key, np.ndarray] = {}
-        for group, levels in self.groups.items():
-            values, sources = self._read(group, levels, times)  # (T, L, h, w), (T,)
-            for number, level in enumerate(levels):
-                key = group[0], level
+        for group in self.groups:
+            values, sources = self._read(group, times)  # (T, L, h, w), (T,)
+            stores = [group.stores[source] for source in sources]
+            for number, level in enumerate(group.levels):
+                key = group.variable, level
                 fields = values[:, number]
-                self._check_values(self.reads[key], times, fields, sources)
-                if self.derived and group[0] in ("q", "t"):
+                self._check_values(self.reads[key], times, fields, stores)
+                if self.derived and group.variable in ("q", "t"):
                     kept[key] = fields
                 for channel, request in enumerate(self.requests):
                     if (request.variable, request.level) == key:
@@ -275,18 +282,16 @@ class SourceData:
                 out[:, channel] = self._average(self._derive_humidity(kept, request, times))
         return out
 
-    def _read(self, group: Group, levels: Sequence[float | None], times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Values (T, L, h, w) float32 of a variable at `times`, and the number of the source (T,) of each.
+    def _read(self, group: Group, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Values (T, L, h, w) float32 of a group at `times`, and the number (T,) of the store in it that each is of.
 
         A value is of the first source that holds the instant; where that one has NaN, of the next one.
         """
-        variable, numbers = group
         rows = len(self.stores[0].latitude)
         columns = len(self.stores[0].longitude)
-        values = np.full((len(times), len(levels), rows, columns), np.nan, np.float32)
+        values = np.full((len(times), len(group.levels), rows, columns), np.nan, np.float32)
         sources = np.full(len(times), -1)
-        for number in numbers:
-            store = self.stores[number]
+        for number, store in enumerate(group.stores):
             # Most of many files hold other dates.
             first, last = store.times[[0, -1]]
             if last < times[0] or first > times[-1]:
@@ -299,7 +304,7 @@ class SourceData:
             here = here[is_lacking]
             if not len(here):
                 continue
-            read = store.read(variable, levels, frames[is_lacking])
+            read = store.read(group.variable, group.levels, frames[is_lacking])
             is_new = sources[here] < 0
             if not is_new.all():  # what was read before stays, unless it is NaN
                 before = values[here]
@@ -332,11 +337,11 @@ class SourceData:
         request: Request,
         times: np.ndarray,
         fields: np.ndarray,
-        sources: np.ndarray,
+        stores: Sequence[Store],
     ) -> None:
         """Raise UsageError for fields (T, h, w) that are no data: source, variable, date, place, what it is, mend.
 
-        sources: the numbers (T,) of the stores that they are of.
+        stores: that they are of.
         """
         # ERA5 has no value outside its range, and what is read here is never looked at again.
         check = ValueCheck([(request.quantity or request.name, request.level)], strict=self.is_era5)
@@ -344,7 +349,7 @@ class SourceData:
         problem = check.find(fields[:, None])
         if problem is None:
             return
-        store = self.stores[sources[problem.frame]]
+        store = stores[problem.frame]
         date = minute(times[problem.frame])
         if self.is_era5:
             what = describe(request.quantity, request.level)
