@@ -293,8 +293,8 @@ class SourceData:
         sources = np.full(len(times), -1)
         for number, store in enumerate(group.stores):
             # Most of many files hold other dates.
-            first, last = store.times[[0, -1]]
-            if last < times[0] or first > times[-1]:
+            is_over = store.times[-1] < times[0]
+            if is_over or store.times[0] > times[-1]:
                 continue
             here, frames = shared(times, store.times)
             is_lacking = sources[here] < 0
