@@ -33,6 +33,17 @@ class Group:
     levels: list[float | None]
     stores: list[Store]
 
+    @cached_property
+    def spans(self) -> np.ndarray:
+        """The first and the last date of each store, (2, N) datetime64[s]."""
+        return np.transpose([store.times[[0, -1]] for store in self.stores])
+
+    def find_near(self, times: np.ndarray) -> list[int]:
+        """The numbers of the stores that may hold some of `times`: most of many files hold other dates."""
+        first, last = self.spans
+        is_near = (first <= times[-1]) & (last >= times[0])
+        return np.flatnonzero(is_near).tolist()
+
 
 class SourceData:
     """Several sources as one. The first that holds a value is read.
@@ -291,11 +302,8 @@ class SourceData:
         columns = len(self.stores[0].longitude)
         values = np.full((len(times), len(group.levels), rows, columns), np.nan, np.float32)
         sources = np.full(len(times), -1)
-        for number, store in enumerate(group.stores):
-            # Most of many files hold other dates.
-            is_over = store.times[-1] < times[0]
-            if is_over or store.times[0] > times[-1]:
-                continue
+        for number in group.find_near(times):
+            store = group.stores[number]
             here, frames = shared(times, store.times)
             is_lacking = sources[here] < 0
             for index in np.flatnonzero(~is_lacking):
