@@ -26,11 +26,11 @@ from tests.support.era5_examples import (
 )
 from tests.test_sample_data import check_year_file
 from weather import prepare_era5
-from weather.checks import data_check
 from weather.checks.statistics import read_statistics
 from weather.fields.humidity import relative_humidity
 from weather.prepare_era5 import Era5
 from weather.sample.atmosphere import GRAVITY
+from weather.sources import data as data_module
 from weather.years.dataset import FieldDataset
 
 
@@ -160,7 +160,8 @@ def test_the_trainer_reads_the_result(tmp_path):
 
 def test_no_more_frames_are_held_than_fit_in_memory(tmp_path, monkeypatch):
     counts, real = [], Era5.frames
-    monkeypatch.setattr(data_check, "BLOCK_BYTES", 3 * 20 * H * W * 4)  # 3 frames, of 8 a file
+    for bound in ("BLOCK_BYTES", "KEPT_BYTES"):  # of frames, and of those that lie in a chunk
+        monkeypatch.setattr(data_module, bound, 3 * 20 * H * W * 4)  # 3 frames, of 8 a file
     monkeypatch.setattr(Era5, "frames", lambda self, times: counts.append(len(times)) or real(self, times))
     convert(wb2_regridded(tmp_path), tmp_path / "out")
     assert counts == [3, 3, 2] * 4

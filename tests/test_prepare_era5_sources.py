@@ -33,6 +33,7 @@ from weather.fields.grid import frame_times
 from weather.fields.humidity import relative_humidity
 from weather.prepare_era5 import Era5
 from weather.sample.atmosphere import GRAVITY
+from weather.sources import data as data_module
 from weather.sources import hdf5, store
 from weather.sources.source import Source
 from weather.sources.store import Store
@@ -339,7 +340,7 @@ def test_a_frame_asks_only_the_sources_that_hold_it(tmp_path, monkeypatch):
     for i, time in enumerate(times):
         assert np.array_equal(era5.frames(time[None])[0], TRUTH[1980][i])
     assert {Path(address).name for address in asked} == {"2.nc", "3.nc"}
-    assert len(asked) == FRAMES * len(era5.needed)
+    assert len(asked) == FRAMES * len(era5.groups)
 
 
 def open_files():
@@ -377,20 +378,33 @@ def test_a_chunk_of_many_frames_is_decoded_once(tmp_path, monkeypatch, capsys, s
     era5 = Era5([source])
     counts, real = [], Store.read
     monkeypatch.setattr(Store, "read", lambda self, *args: counts.append(len(args[2])) or real(self, *args))
-    for i, time in enumerate(frame_times(1980, 0, FRAMES)):
-        assert np.array_equal(era5.frames(time[None])[0], TRUTH[1980][i])
-    assert counts == [4] * 2 * len(era5.needed)  # two chunks of each quantity, four frames of each
+    monkeypatch.setattr(data_module, "BLOCK_BYTES", 1)  # else all of these small chunks are read at once
+    frames = np.concatenate([era5.frames(part) for part in era5.blocks(frame_times(1980, 0, FRAMES))])
+    assert np.array_equal(frames, TRUTH[1980])
+    assert counts == [4] * 2 * len(era5.groups)  # two chunks of each quantity, four frames of each
     convert([source], tmp_path / "out")
     assert "keeps up to" in capsys.readouterr().out
     check_values(tmp_path / "out")
 
 
-def test_the_memory_of_decoded_chunks_is_bounded(tmp_path):
+def test_the_memory_of_decoded_chunks_is_bounded(tmp_path, monkeypatch, capsys):
     three_frames = 3 * 20 * 4 * H * W  # bytes
-    era5 = Era5([chunked(build(), tmp_path / "a.zarr", FRAMES)], kept_bytes=three_frames)
+    era5 = Era5([chunked(build(), tmp_path / "a.zarr", FRAMES)])
+    monkeypatch.setattr(data_module, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(data_module, "KEPT_BYTES", three_frames)
     most = 0
     for year in YEARS:
-        for i, time in enumerate(frame_times(year, 0, FRAMES)):
-            assert np.array_equal(era5.frames(time[None])[0], TRUTH[year][i])
-            most = max(most, sum(block.values.nbytes for block in era5.index.blocks.blocks.values()))
-    assert most == three_frames == era5.index.kept_bytes()
+        blocks = [era5.frames(part) for part in era5.blocks(frame_times(year, 0, FRAMES))]
+        assert np.array_equal(np.concatenate(blocks), TRUTH[year])
+        most = max(most, *(block.nbytes for block in blocks))
+    era5.announce()
+    assert most == three_frames and f"keeps up to {three_frames / 1e6:.1f} MB" in capsys.readouterr().out
+
+
+def test_small_chunks_are_read_together(tmp_path, monkeypatch):
+    """As many whole ones as fit; a block never ends within a chunk that it could hold."""
+    era5 = Era5([chunked(build(), tmp_path / "a.zarr", 3)])
+    times = np.concatenate([frame_times(year, 0, FRAMES) for year in YEARS])
+    for most, lengths in (10**9, [32]), (era5._frame_bytes * 7, [6, 6, 6, 6, 6, 2]):
+        monkeypatch.setattr(data_module, "BLOCK_BYTES", most)
+        assert [len(part) for part in era5.blocks(times)] == lengths

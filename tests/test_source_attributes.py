@@ -76,6 +76,16 @@ def test_dates_in_nanoseconds_are_read(units):
     assert (found == dates).all() and elapsed[1] == 6 * 3600
 
 
+@pytest.mark.parametrize("calendar", ["standard", "noleap"])
+@pytest.mark.parametrize("unit", ["milliseconds", "microseconds"])
+def test_small_units_lose_nothing_over_a_year_far_from_their_origin(unit, calendar):
+    """A single one of them is less than double precision can tell so far away."""
+    seconds = 79 * 365 * 86400 + 21600 * np.arange(1460)
+    numbers = seconds * {"milliseconds": 10**3, "microseconds": 10**6}[unit]
+    found, elapsed = decode_numbers(numbers, f"{unit} since 1900-01-01", calendar, "time")
+    assert (np.diff(elapsed) == 21600).all() and (found.astype("datetime64[h]") == found).all()
+
+
 def test_a_store_whose_dates_are_in_nanoseconds_is_read(tmp_path):
     pytest.importorskip("zarr", reason="pip install -r requirements/era5.txt")
     data = region()

@@ -105,6 +105,8 @@ def test_dates_are_those_that_the_file_states(tmp_path, stated):
     np.testing.assert_array_equal(file_times(years.files[0]), expected)
     np.testing.assert_array_equal(years.dates([0, 3], 1)[:, 0], expected[[0, 3]])
     assert len(years) == FRAMES - 1
+    steps = np.diff(expected).astype(np.int64)
+    np.testing.assert_array_equal(years.axes[0].steps, steps)
 
 
 @pytest.mark.parametrize("stated", [name for name in STATED if name != "no leap days"])

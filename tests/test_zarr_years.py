@@ -262,6 +262,16 @@ def test_names_in_bytes_and_whole_numbers_of_time_are_read(sample_folder, tmp_pa
     np.testing.assert_array_equal(ours.times[0], theirs.times[0])
 
 
+@pytest.mark.parametrize("name", ["valid_time", "when"])
+def test_years_of_a_store_are_told_by_its_dates_whatever_their_name(sample_folder, tmp_path, name):
+    group = write_layout(sample_folder / "train/1979.h5", tmp_path / "all.zarr", chunks=FRAME)
+    days = np.datetime64("1979-12-30") - np.datetime64("1970-01-01")
+    time = group.create_array(name, data=24 * days.astype(int) + 6 * np.arange(20))
+    time.attrs["units"] = "hours since 1970-01-01"
+    ours = FieldDataset(f"{tmp_path}/all.zarr#1979,1980", 20, (16, 32))
+    assert [len(dates) for dates in ours.times] == [8, 12] and ours.times[1][0] == np.datetime64("1980-01-01")
+
+
 def test_a_conversion_goes_on_where_it_was_interrupted(sample_folder, tmp_path, capsys):
     (tmp_path / "data/train").mkdir(parents=True)
     (tmp_path / "data/train/1979.zarr.part").mkdir()

@@ -59,9 +59,7 @@ def prepare_data(
     # Which channels, of which sources, at which dates.
     requests = parse_requests(variables)
     data = SourceData(sources, requests, coarsen)
-    split = split_by_share(data.dates, shares)
-    if valid_from is not None or test_from is not None:
-        split = split_by_date(data.dates, valid_from, test_from)
+    split = split_dates(data.dates, shares, valid_from, test_from)
     dates = _name_files(Path(out), split)
 
     parts = [[show(part[0]), show(part[-1]), len(part)] for part in split.values()]
@@ -78,34 +76,28 @@ def prepare_data(
     return made
 
 
-def split_by_share(dates: np.ndarray, shares: Sequence[float]) -> dict[str, np.ndarray]:
-    """{split: its dates}, one after the other. shares: of SPLITS. Raises UsageError for too few dates."""
-    # Shares need not add up to 100.
-    ends = np.cumsum(shares) / np.sum(shares) * len(dates)
-    first, second, _ = ends.round().astype(int)
-    parts = np.split(dates, [first, second])
-    return _checked(dict(zip(SPLITS, parts, strict=True)), dates)
-
-
-def split_by_date(
+def split_dates(
     dates: np.ndarray,
+    shares: Sequence[float],
     valid_from: np.datetime64 | None,
     test_from: np.datetime64 | None,
 ) -> dict[str, np.ndarray]:
-    """{split: its dates}: before valid_from, from there on, from test_from on. Raises UsageError."""
-    if valid_from is None or test_from is None:
+    """{split: its dates}, one after the other. Raises UsageError for dates that are too few, or given backwards.
+
+    shares: of SPLITS. valid_from, test_from: in their place, the first dates of the second and of the third.
+    """
+    if valid_from is None and test_from is None:
+        # Shares need not add up to 100.
+        ends = np.cumsum(shares) / np.sum(shares) * len(dates)
+        places = ends[:-1].round().astype(int)
+    elif valid_from is None or test_from is None:
         raise UsageError("--valid_from and --test_from belong together: give both, or --shares")
-    # A split backwards would train on what it is tested on.
-    if valid_from >= test_from:
+    elif valid_from >= test_from:  # which would train on what it is tested on
         raise UsageError(f"--valid_from {show(valid_from)} is not before --test_from {show(test_from)}")
-    # The first date of a part belongs to it.
-    places = np.searchsorted(dates, [valid_from, test_from])
+    else:
+        places = np.searchsorted(dates, [valid_from, test_from])
     parts = np.split(dates, places)
-    return _checked(dict(zip(SPLITS, parts, strict=True)), dates)
-
-
-def _checked(split: dict[str, np.ndarray], dates: np.ndarray) -> dict[str, np.ndarray]:
-    """The split. Raises UsageError where a part has no pair of frames."""
+    split = dict(zip(SPLITS, parts, strict=True))
     # A sample is a frame and a later one.
     for name, part in split.items():
         if len(part) < FEWEST:

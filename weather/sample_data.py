@@ -7,15 +7,16 @@ weather/year_files.py describes the files; the command can be interrupted and re
 weather/sample/atmosphere.py describes the dynamics and their sources, SOURCE those of the channels.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from utils.errors import int_in_range, reported_as_usage_error, run_main
+from weather.checks.data_check import blocks
 from weather.convert.data_set_writer import DataSetWriter
 from weather.fields.channels import CHANNELS
-from weather.fields.grid import HOUR, Grid, frame_times, latitudes, longitudes, years_of
+from weather.fields.grid import Grid, latitudes, longitudes, years_of
 from weather.sample.atmosphere import Atmosphere
 from weather.year_files import year_dates, year_file_parser
 
@@ -54,10 +55,11 @@ def make_sample_data(
     with reported_as_usage_error(ValueError, "sample data"):
         atmosphere = Atmosphere(img_size, seed)
 
-    def read_frames(dates: np.ndarray) -> np.ndarray:
+    def read_frames(dates: np.ndarray) -> Iterator[np.ndarray]:
+        # The dates of a file are those of a year, from its first on.
         year = int(years_of(dates)[0])
-        first = (dates[0] - frame_times(year, 0, 1)[0]) // (6 * HOUR)
-        return atmosphere.frames(year, int(first), len(dates))
+        for first, count in blocks(len(dates), len(CHANNELS), *img_size):
+            yield atmosphere.frames(year, first, count)
 
     return writer.write(read_frames, {"orography": ("m", atmosphere.orography)})
 

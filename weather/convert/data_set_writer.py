@@ -6,7 +6,7 @@ therefore writes only the missing files. year_files.py and prepare_data.py say w
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from tqdm import tqdm
 
 from utils.errors import UsageError, first_line
 from utils.files import whole_file
-from weather.checks.data_check import blocks
 from weather.convert.climate_quantiles import FILE, LEAST_FRAMES, QUANTILES
 from weather.convert.training_statistics import STATS, write_statistics
 from weather.fields.channels import Channel
@@ -27,7 +26,7 @@ from weather.years.year_data import describe_axes
 
 SPLITS = ("train", "valid", "test")
 Constant = Mapping[str, tuple[str, np.ndarray]]
-Frames = Callable[[np.ndarray], np.ndarray]  # dates (T,) of one file: frames (T, C, H, W)
+Frames = Callable[[np.ndarray], Iterable[np.ndarray]]  # dates (T,) of one file: all frames, some (t, C, H, W) at a time
 
 
 class DataSetWriter:
@@ -96,7 +95,7 @@ class DataSetWriter:
     def write(self, read_frames: Frames, constant: Constant | None = None) -> int:
         """Write the missing files and print a summary line; returns the number of files written.
 
-        read_frames(dates) returns the frames (T, C, H, W) at some dates of one file, which follow each other.
+        read_frames(dates) gives the frames at the dates of one file, (t, C, H, W) for as many of them as fit in memory.
         constant: fields that do not change with time, for every file: {name: (units, (H, W) values)}.
         Raises OSError if `out` cannot be written.
         """
@@ -122,10 +121,11 @@ class DataSetWriter:
                 size = self._frame_bytes() * len(self.dates[path])
                 with whole_file(path) as part, make_hdf5(part, size) as file:
                     fields = self._describe(file, self.dates[path], constant)
-                    # Not all frames of a file fit in memory at once.
-                    for first, count in blocks(*fields.shape):
-                        fields[first : first + count] = read_frames(self.dates[path][first : first + count])
-                        progress.update(count)
+                    first = 0
+                    for frames in read_frames(self.dates[path]):
+                        fields[first : first + len(frames)] = frames
+                        first += len(frames)
+                        progress.update(len(frames))
         described = all(path.exists() for path in self.stats)
         if not described:
             training = [path for path in self.dates if path.parent.name == "train"]
@@ -187,7 +187,12 @@ def convert(
         missing = [dates[path] for path in writer.missing]
         data.check(np.concatenate(missing))
         data.announce()
-    return writer.write(data.frames)
+
+    def read_frames(dates: np.ndarray) -> Iterator[np.ndarray]:
+        for part in data.blocks(dates):
+            yield data.frames(part)
+
+    return writer.write(read_frames)
 
 
 def _read_origin(path):

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 import xarray
-from xarray.conventions import decode_cf_variable
+from xarray.coders import CFDatetimeCoder
 
 from utils.errors import UsageError, first_line
 
@@ -53,8 +53,7 @@ def decode_dates(
         values = _parse_texts(values.astype(str))
     if values.dtype.kind == "M":
         exact = values.astype("datetime64[us]")
-        _check_dates(exact, where)
-        dates, elapsed = _round_dates(exact, (exact - exact[0]) / SECOND, 0.0)
+        dates, elapsed = _round_dates(exact, (exact - exact[0]) / SECOND)
     else:
         _check_units(units, where)
         dates, elapsed = decode_numbers(values, units, calendar.lower(), where)
@@ -79,13 +78,30 @@ def decode_numbers(
     if NANOSECONDS.match(units):
         units = NANOSECONDS.sub("microseconds", units)
         values = values / 1000
-    exact, elapsed, unit = _dates_of_numbers(values.astype(np.float64), units, calendar, where)
+    if calendar not in (*STANDARD_CALENDARS, *LEAPLESS_CALENDARS):  # dates such as 30 February are no dates of ours
+        raise UsageError(
+            f"{where} has the calendar '{calendar}', whose dates are not all days of the standard one: convert it "
+            "(xarray: ds.convert_calendar('standard', align_on='year'))"
+        )
+    if calendar in LEAPLESS_CALENDARS and importlib.util.find_spec("cftime") is None:
+        raise UsageError(f"{where} has the calendar '{calendar}', for which cftime is needed: pip install cftime")
+    encoded = xarray.Variable("time", values.astype(np.float64), {"units": units, "calendar": calendar})
+    try:
+        exact = CFDatetimeCoder().decode(encoded).values
+    except Exception as error:  # of xarray, cftime and pandas, for dates that they do not have
+        cause = first_line(error)
+        raise UsageError(
+            f"{where} in '{units}' cannot be read as dates: {cause}; write it in hours since 1900-01-01 "
+            "(cdo setreftime)"
+        ) from error
+    # Dates of cftime are counted in their own calendar.
+    elapsed = (exact - exact[0]).astype("timedelta64[us]") / SECOND
+    exact = exact.astype("datetime64[us]") if exact.dtype.kind == "M" else _exact_dates(exact)
     # Numbers in double precision are exact enough.
-    is_single = values.dtype.kind == "f" and values.dtype.itemsize <= 4
     precision = 0.0
-    if is_single:
-        largest = np.abs(values).max()
-        precision = float(np.spacing(largest)) * unit
+    if values.dtype.kind == "f" and values.dtype.itemsize <= 4:
+        unit = np.ptp(elapsed) / (np.ptp(values) or 1)  # in seconds
+        precision = float(np.spacing(np.abs(values).max()) * unit)
     return _round_dates(exact, elapsed, precision)
 
 
@@ -132,48 +148,6 @@ def _check_written(values: np.ndarray, where: str) -> None:
         raise UsageError(f"{where} is 0 from frame {first} on: was it written to the end?")
 
 
-def _dates_of_numbers(
-    values: np.ndarray,
-    units: str,
-    calendar: str,
-    where: str,
-) -> tuple[np.ndarray, np.ndarray, float]:
-    """(dates in us, elapsed seconds, seconds in a unit) of numbers (T,) in units such as 'hours since 1900-01-01'."""
-    # Dates of other calendars, such as 30 February, are no dates of ours.
-    has_leapless_calendar = calendar in LEAPLESS_CALENDARS
-    if not has_leapless_calendar and calendar not in STANDARD_CALENDARS:
-        raise UsageError(
-            f"{where} has the calendar '{calendar}', whose dates are not all days of the standard one: convert it "
-            "(xarray: ds.convert_calendar('standard', align_on='year'))"
-        )
-    if has_leapless_calendar and importlib.util.find_spec("cftime") is None:
-        raise UsageError(f"{where} has the calendar '{calendar}', for which cftime is needed: pip install cftime")
-    first, one_later = _dates_by_cf(np.array([values[0], values[0] + 1]), units, calendar, where)
-    # From the first date on seconds are counted, which loses no precision far from the origin of the units.
-    unit = (one_later - first) / SECOND
-    elapsed = (values - values[0]) * unit
-    if has_leapless_calendar:
-        dates = _dates_by_cf(values, units, calendar, where)
-    else:
-        later = np.round(elapsed * 1e6).astype("timedelta64[us]")
-        dates = first + later
-    return dates, elapsed, unit
-
-
-def _dates_by_cf(numbers: np.ndarray, units: str, calendar: str, where: str) -> np.ndarray:
-    """The dates, (T,) datetime64[us], of numbers (T,) in units of the CF conventions. Raises UsageError."""
-    encoded = xarray.Variable("time", numbers, {"units": units, "calendar": calendar})
-    try:
-        dates = decode_cf_variable("time", encoded).values
-    except Exception as error:  # of xarray, cftime and pandas, for dates that they do not have
-        cause = first_line(error)
-        raise UsageError(
-            f"{where} in '{units}' cannot be read as dates: {cause}; write it in hours since 1900-01-01 "
-            "(cdo setreftime)"
-        ) from error
-    return dates.astype("datetime64[us]") if dates.dtype.kind == "M" else _exact_dates(dates)
-
-
 def _exact_dates(dates: np.ndarray) -> np.ndarray:
     """Dates (T,) of cftime as datetime64[us]."""
     return np.array([np.datetime64(date.isoformat(), "us") for date in dates])
@@ -182,7 +156,7 @@ def _exact_dates(dates: np.ndarray) -> np.ndarray:
 def _round_dates(
     exact: np.ndarray,
     elapsed: np.ndarray,
-    precision: float,
+    precision: float = 0.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(dates in s, elapsed) of dates in us, moved to the hour or the minute where all of them are that near.
 
@@ -190,6 +164,8 @@ def _round_dates(
     the file, move with their dates.
     """
     dates = _nearest(exact, "s")
+    if np.isnat(dates).any():  # which is refused by its frame
+        return dates, elapsed
     usual_step = 0.0
     if len(elapsed) > 1:
         steps = np.abs(np.diff(elapsed))

@@ -100,7 +100,7 @@ def read_time_axis(file: StoredArrays) -> TimeAxis | None:
 
     Raises UsageError where its time is no increasing dates of the standard calendar, one for each frame.
     """
-    name = _find_time(file)
+    name = find_time(file)
     if name is None:
         return _assumed_axis(file)
     where = f"{file.path}: its {name}"
@@ -117,7 +117,7 @@ def read_time_axis(file: StoredArrays) -> TimeAxis | None:
         return TimeAxis(*decode_dates(stored.values, units, calendar, file.path, name))
 
 
-def _find_time(file: StoredArrays) -> str | None:
+def find_time(file: StoredArrays) -> str | None:
     """The name of the array that holds the dates of the frames; None where there is none.
 
     It has a usual name and a value for each frame, or else units like 'hours since 1970-01-01'. An array of another

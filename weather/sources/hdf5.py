@@ -11,7 +11,6 @@ import functools
 import math
 import os
 import resource
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -301,25 +300,27 @@ def open_hdf5_source(address: str, path: Path, group: str = "") -> Source:
         check_written(dataset, f"{address}: {name}")
 
     def find_groups() -> list[str]:
-        return _groups(files.acquire()[folder_path], address)
+        found = []
+
+        def visit(name: str, item: Any) -> None:
+            if isinstance(item, h5py.Group) and read_variables(files, item):
+                found.append(f"{address}/{name}")
+
+        files.acquire()[folder_path].visititems(visit)
+        return found
 
     return Source(address, variables, check, find_groups)
 
 
 def read_variables(files: FileManager, folder: h5py.Group) -> dict[str, xarray.Variable]:
     """The arrays of numbers and texts in a group. files: opens its file again."""
-    return {name: _variable(files, name, dataset) for name, dataset in _datasets(folder)}
-
-
-def _datasets(folder: h5py.Group) -> Iterator[tuple[str, h5py.Dataset]]:
-    """The arrays of numbers in a group, less the placeholders that NetCDF writes for dimensions without values."""
+    variables = {}
     for name, dataset in folder.items():
         is_array = isinstance(dataset, h5py.Dataset) and dataset.shape is not None
-        if not is_array:
-            continue
-        note = _text(dataset.attrs.get("NAME", ""))
-        if not note.startswith("This is a netCDF dimension"):
-            yield name, dataset
+        # NetCDF writes placeholders for dimensions without values.
+        if is_array and not _text(dataset.attrs.get("NAME", "")).startswith("This is a netCDF dimension"):
+            variables[name] = _variable(files, name, dataset)
+    return variables
 
 
 def _variable(files: FileManager, name: str, dataset: h5py.Dataset) -> xarray.Variable:
@@ -370,15 +371,3 @@ def _plain(value: Any) -> Any:
 
 def _text(value: Any) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-
-
-def _groups(folder: h5py.Group, address: str) -> list[str]:
-    """Addresses of the groups below this one that hold arrays."""
-    found = []
-
-    def visit(name: str, item: Any) -> None:
-        if isinstance(item, h5py.Group) and list(_datasets(item)):
-            found.append(f"{address}/{name}")
-
-    folder.visititems(visit)
-    return found

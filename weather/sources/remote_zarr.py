@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import zarr
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
@@ -212,14 +212,11 @@ class RemoteZarrStore(Store):
 
     async def set(self, key: str, value: Buffer) -> None:
         """Nothing can be written."""
-        self._refuse()
+        self._check_writable()
 
     async def delete(self, key: str) -> None:
         """Nothing can be removed."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise NotImplementedError("remote stores are only read")
+        self._check_writable()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RemoteZarrStore) and other.objects is self.objects

@@ -14,15 +14,6 @@ from utils.errors import reading
 Selection = Mapping[str, np.ndarray]
 
 
-def _check_nothing(name: str, selection: Selection) -> None:
-    """For a format that cannot lack parts, or a remote store, whose parts nobody can list."""
-
-
-def _find_no_groups() -> list[str]:
-    """For a format without groups."""
-    return []
-
-
 @dataclass(frozen=True)
 class Source:
     """An opened file, store or group.
@@ -34,8 +25,8 @@ class Source:
 
     address: str
     variables: Mapping[str, xarray.Variable]
-    check: Callable[[str, Selection], None] = _check_nothing
-    find_groups: Callable[[], list[str]] = _find_no_groups
+    check: Callable[[str, Selection], None] = lambda name, selection: None  # for a format that cannot lack parts
+    find_groups: Callable[[], list[str]] = list  # for a format without groups: none
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """One source of data as frames: dates, levels, rows from the north, columns eastward, and the variables asked for."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 import numpy as np
 import xarray
@@ -14,6 +15,8 @@ from weather.fields.requests import ERA5_SOUGHT, Request
 from weather.sources.opening import open_source
 from weather.sources.source import Source, reading_quietly
 from weather.sources.variables import (
+    HORIZONTAL,
+    NAMES,
     VERSIONS,
     Axes,
     Field,
@@ -26,9 +29,7 @@ from weather.sources.variables import (
 )
 
 SHOWN = 12  # names and levels in a message
-Part = tuple[Field, list[int]]  # a variable, and the indices of the levels that are wanted of it
 OF_VARIABLES = ("variable", "variables", "channel", "channels", "feature", "features", "param")  # as a dimension
-HORIZONTAL = ("latitude", "longitude")
 # Dimensions of forecasts, of which a frame can hold one alone.
 LEAD_TIMES = ("step", "lead_time", "leadtime", "prediction_timedelta", "forecast_period")
 MEMBERS = ("number", "member", "realization", "ensemble", "ens")
@@ -106,28 +107,25 @@ class Store:
     def units(self, variable: str) -> str:
         """The units that a variable states, "" where it states none, or where the source has none such."""
         fields = self.fields[variable]
-        stated = str(fields[0].variable.attrs.get("units", "")) if fields else ""
+        if not fields:
+            return ""
+        stated = str(fields[0].variable.attrs.get("units", ""))
         return stated.strip()
 
     def check(self, variable: str, level: float | None, frames: np.ndarray) -> None:
         """Raises UsageError for parts that were never written, or cannot be decompressed, at indices of times."""
-        [(field, indices)] = self._parts(variable, [level])
-        selection = {}
-        time_axis = self.axes["time"]
-        level_axis = self.axes["level"]
-        if time_axis is not None:
-            selection[time_axis] = np.unique(frames)
-        if level_axis is not None and indices:
-            selection[level_axis] = np.array(indices)
+        field = self.find(variable, level)
+        assert field is not None  # callers ask only for what the store holds
+        selection = {self.axes["time"]: frames}
+        if level is not None and field.has_levels:
+            selection[self.axes["level"]] = np.array([self.levels.index(level)])
         with reading_quietly(f"{self.address}: {field.name}"):
             self.source.check(field.name, selection)
 
     def chunk_frames(self, variable: str, level: float | None) -> int:
         """Number of frames that a chunk of a variable holds: all are decoded with any of them."""
         field = self.find(variable, level)
-        if field is None:
-            return 1
-        chunks = field.variable.encoding.get("preferred_chunks", {})
+        chunks = field.variable.encoding.get("preferred_chunks", {}) if field is not None else {}
         size = chunks.get(self.axes["time"], 1)
         return int(np.max(size))  # a tuple where they are not all of one size
 
@@ -139,7 +137,10 @@ class Store:
     ) -> np.ndarray:
         """(T, L, H, W) float32 in our units, at levels ([None]: none) and indices of times. Raises UsageError."""
         read = []
-        for field, indices in self._parts(variable, levels):
+        # Levels of one variable are read at once.
+        for field, of_field in groupby(levels, lambda level: self.find(variable, level)):
+            assert field is not None  # callers ask only for what the store holds
+            indices = [self.levels.index(level) for level in of_field if level is not None and field.has_levels]
             factor, offset = self._conversion(variable, field)
             # A number that float32 cannot hold becomes infinite, which is found among the values later.
             with reading_quietly(f"{self.address}: {field.name}"), np.errstate(over="ignore"):
@@ -150,18 +151,10 @@ class Store:
                 if (factor, offset) != (1, 0):
                     values = values * float(factor) + offset
                 read.append(values.astype(np.float32, copy=False))
-        # (T, L, H, W), then turned: rows from the north, columns eastward.
-        together = read[0] if len(read) == 1 else np.concatenate(read, axis=1)
-        return self.turn(together)
-
-    def turn(self, values: np.ndarray | xarray.Variable) -> np.ndarray:
-        """Values (..., H, W) as they are stored, with rows from the north and columns eastward without a jump."""
-        turned = np.asarray(values)
-        if self.is_south_first:
-            turned = turned[..., ::-1, :]
-        if self.first_column:
-            turned = np.roll(turned, -self.first_column, axis=-1)
-        return turned
+        # (T, L, H, W), then turned: rows from the north, columns eastward without a jump.
+        values = read[0] if len(read) == 1 else np.concatenate(read, axis=1)
+        turned = values[..., ::-1, :] if self.is_south_first else values
+        return np.roll(turned, -self.first_column, axis=-1) if self.first_column else turned
 
     # ---- how it is stored
 
@@ -174,39 +167,34 @@ class Store:
             # Of a user's variables other names are a last resort; they may lie on another grid.
             for name in names if self.is_era5 else names[:1]:
                 found[name] = variables[name]
-        # The root of a store of groups has no fields, and often no dimensions.
         if not found:
-            self._check_groups()
-            if not self.is_era5:
-                held = _names_of_fields(self.source)
-                asked = ", ".join(self.requests)
-                hint = "".join(nearest(name, held) for name in self.requests)
-                raise UsageError(
-                    f"{self.address}: holds none of {asked}{hint}; it has {', '.join(held) or 'no fields'}"
-                )
+            self._explain_nothing()
         self._check_one_grid(found)
-        axes = dict(find_axes(self.address, variables, list(found.values())))
-        if axes["level"] is None and not self.is_era5:
-            axes["level"] = self._find_other_levels(list(found.values()), axes)
+        axes = find_axes(self.address, variables, found.values())
+        if not axes["level"] and not self.is_era5:
+            axes["level"] = self._find_other_levels(found.values(), axes)
         return axes
 
-    def _check_groups(self) -> None:
-        """Raise UsageError, naming them, if what is looked for may be in groups of the source."""
+    def _explain_nothing(self) -> None:
+        """Raise UsageError where nothing of what is asked for is here; the root of a store of groups has no fields."""
         groups = self.source.find_groups()
         if groups:
             names = [group.removeprefix(self.address).strip("/") for group in groups]
             give = " ".join(groups[:SHOWN])
             raise UsageError(f"{self.address}: has the groups {_listed(names)}: give those in its place: {give}")
+        if not self.is_era5:
+            held = _names_of_fields(self.source)
+            hints = [nearest(name, held) for name in self.requests]
+            asked = ", ".join(self.requests) + "".join(hints)
+            raise UsageError(f"{self.address}: holds none of {asked}; it has {', '.join(held) or 'no fields'}")
 
     def _check_one_grid(self, found: dict[str, xarray.Variable]) -> None:
-        """Raise UsageError where two variables have different rows or columns."""
-        # Variables on other rows or columns would be mixed up point by point.
+        """Raise UsageError where two variables have different rows or columns, which would be mixed up by point."""
+        horizontal = {*NAMES["latitude"], *NAMES["longitude"]}
         grids: dict[tuple[str, ...], str] = {}
         for name, variable in found.items():
-            known = []
-            for axis in HORIZONTAL:
-                names, _ = ERA5["dimensions"][axis]
-                known += [str(dim) for dim in variable.dims if str(dim).lower() in names]
+            dimensions = map(str, variable.dims)
+            known = [dimension for dimension in dimensions if dimension.lower() in horizontal]
             if known:
                 grids.setdefault(tuple(sorted(known)), name)
         if len(grids) > 1:
@@ -214,7 +202,7 @@ class Store:
             listed = " and ".join(f"{name} on [{', '.join(dims)}]" for dims, name in grids.items())
             raise UsageError(f"{self.address}: has two grids, {listed}: bring them onto one (cdo remapbil)")
 
-    def _other_dimensions(self, found: Sequence[xarray.Variable], axes: Axes) -> dict[str, int]:
+    def _other_dimensions(self, found: Iterable[xarray.Variable], axes: Axes) -> dict[str, int]:
         """{name: size} of the dimensions of variables that are no axis and longer than 1."""
         known = {*axes.values(), VERSIONS}
         others = {}
@@ -224,14 +212,12 @@ class Store:
                     others[str(name)] = size
         return others
 
-    def _find_other_levels(self, found: Sequence[xarray.Variable], axes: Axes) -> str | None:
+    def _find_other_levels(self, found: Iterable[xarray.Variable], axes: Axes) -> str:
         """A dimension of levels that are no pressures, such as a depth: the only other one, with a coordinate."""
         others = self._other_dimensions(found, axes)
-        if len(others) != 1:
-            return None
-        (name,) = others
-        if name not in self.source.variables:
-            return None
+        name = next(iter(others), "")
+        if len(others) != 1 or name not in self.source.variables:
+            return ""
         # Frames are states, one for each date.
         is_duration = self.source.variables[name].dtype.kind == "m"
         one = f"and a frame is one state: choose one of them first (xarray: ds.isel({name}=0))"
@@ -246,14 +232,13 @@ class Store:
     def _read_levels(self) -> list[float]:
         """The levels in the order of the source, pressures in hPa; empty if it has none."""
         name = self.axes["level"]
-        if name is None:
+        if not name:
             return []
         values = read_numbers(self.address, name, self.source.variables)
         stated = units_of(self.source.variables[name].attrs)
         # A depth in metres stays as it is.
-        names, _ = ERA5["dimensions"]["level"]
         pressures = {spelling.lower() for spelling in ERA5["units"]["hPa"]}
-        is_pressure = stated.lower() in pressures if stated else name.lower() in names
+        is_pressure = stated.lower() in pressures if stated else name.lower() in NAMES["level"]
         if not is_pressure and not self.is_era5:
             return values.tolist()
         # Without units they are in Pa where the name says so, or hPa holds no such values.
@@ -261,17 +246,15 @@ class Store:
         units = stated or ("Pa" if is_pascal else "hPa")
         # Levels are compared as numbers, so 85000 Pa must become 850 exactly.
         factor, _ = conversion(f"{self.address}: its pressure levels have", units, "hPa")
-        return [round(factor * level, 5) for level in values.tolist()]
+        return (factor * values).round(5).tolist()
 
     def _read_grid(self) -> None:
         """Find rows and columns, as they are promised."""
-        variables = self.source.variables
-        rows = self.axes["latitude"]
-        columns = self.axes["longitude"]
-        latitude = read_numbers(self.address, rows, variables)
-        longitude = read_numbers(self.address, columns, variables)
-        assert rows is not None
-        check_latitudes(latitude, units_of(variables[rows].attrs), f"{self.address}: its {rows}")
+        rows, columns = (self.axes[axis] for axis in HORIZONTAL)
+        latitude = read_numbers(self.address, rows, self.source.variables)
+        longitude = read_numbers(self.address, columns, self.source.variables)
+        units = units_of(self.source.variables[rows].attrs)
+        check_latitudes(latitude, units, f"{self.address}: its {rows}")
         # Columns are turned so that they run eastward without a jump.
         self.first_column, self.longitude = order_longitudes(longitude, f"{self.address}: its {columns}")
         self.is_south_first = bool(latitude[0] < latitude[-1])
@@ -291,29 +274,10 @@ class Store:
 
     def _lacking(self, name: str) -> list[str]:
         """The dimensions of a field that a variable lacks: orography and masks have no dates."""
-        needed = [self.axes[axis] for axis in HORIZONTAL]
         # A file of one instant may have no dimension for it.
-        if len(self.times) > 1:
-            needed.append(self.axes["time"])
+        needed = [*HORIZONTAL, "time"] if len(self.times) > 1 else HORIZONTAL
         dimensions = self.source.variables[name].dims
-        return [str(axis) for axis in needed if axis not in dimensions]
-
-    def _parts(self, variable: str, levels: Sequence[float | None]) -> list[Part]:
-        """What is read for levels, in their order; of a variable without levels, no indices."""
-        parts: list[Part] = []
-        for level in levels:
-            field = self.find(variable, level)
-            assert field is not None  # callers ask only for what the store holds
-            indices = []
-            if field.has_levels and level is not None:
-                indices = [self.levels.index(level)]
-            # Levels of one variable are read at once.
-            is_continued = bool(parts) and parts[-1][0] is field
-            if is_continued:
-                parts[-1][1].extend(indices)
-            else:
-                parts.append((field, indices))
-        return parts
+        return [self.axes[axis] for axis in needed if self.axes[axis] not in dimensions]
 
     def _conversion(self, variable: str, field: Field) -> tuple[float, float]:
         """(factor, offset) from a field's units to ours. Raises UsageError for unknown units.
@@ -368,25 +332,22 @@ def check_same_grid(stores: Sequence[Store]) -> None:
 def describe_stores(stores: Sequence[Store]) -> str:
     """What the stores of one address hold, for a message: variables with dimensions, levels and dates."""
     names: list[str] = []
-    dimensions: list[str] = []
-    levels: list[str] = []
+    dimensions: dict[str, None] = {}  # sets that keep their order
+    levels: dict[str, None] = {}
     for store in stores:
         for name in _names_of_fields(store.source):
             names.append(name)
-            dimensions.extend(str(one) for one in store.source.variables[name].dims)
-        levels.extend(f"{level:g}" for level in store.levels)
-    listed = _listed(names) or "no fields"
-    axes = _listed(list(dict.fromkeys(dimensions)))
-    heights = _listed(list(dict.fromkeys(levels)))
-    at_levels = f", levels {heights} hPa" if levels else ""
-    of_variables = [one for one in dict.fromkeys(dimensions) if one.lower() in OF_VARIABLES]
-    remedy = (
-        f": make its {of_variables[0]} variables (xarray: to_dataset(dim='{of_variables[0]}'))" if of_variables else ""
-    )
+            dimensions |= dict.fromkeys(map(str, store.source.variables[name].dims))
+        levels |= dict.fromkeys(f"{level:g}" for level in store.levels)
+    fields = f"{_listed(names) or 'no fields'} [{_listed(list(dimensions))}]"
+    at_levels = f", levels {_listed(list(levels))} hPa" if levels else ""
     first = min(store.times[0] for store in stores)
     last = max(store.times[-1] for store in stores)
-    held = f"{stores[0].address} holds {listed} [{axes}]{at_levels}, {minute(first)} to {minute(last)}"
-    return held + remedy
+    held = f"{stores[0].address} holds {fields}{at_levels}, {minute(first)} to {minute(last)}"
+    for name in dimensions:
+        if name.lower() in OF_VARIABLES:
+            return f"{held}: make its {name} variables (xarray: to_dataset(dim='{name}'))"
+    return held
 
 
 def _names_of_fields(source: Source) -> list[str]:

@@ -93,7 +93,13 @@ def open_zarr_source(address: str, opened_store: ZarrStore | None = None) -> Sou
         ChunkReader(layout, LocalChunks(Path(address)), address).check_written(name, wanted)
 
     def find_groups() -> list[str]:
-        return _groups(group, address)
+        holders = set()
+        # A group is the folder of an array, at any depth.
+        for name, member in group.members(max_depth=None):
+            folder, _, _ = name.rpartition("/")
+            if folder and isinstance(member, zarr.Array):
+                holders.add(f"{address}/{folder}")
+        return sorted(holders)
 
     # Remote stores are not listed: what is missing is noticed when it is read.
     if is_remote:
@@ -111,14 +117,3 @@ def _without_default_fill(variable: xarray.Variable, array: zarr.Array) -> xarra
     if is_default and not is_packed:
         variable.attrs.pop("_FillValue", None)
     return variable
-
-
-def _groups(group: zarr.Group, address: str) -> list[str]:
-    """Addresses of the groups below this one that hold arrays."""
-    holders = set()
-    # A group is the folder of an array, at any depth.
-    for name, member in group.members(max_depth=None):
-        folder, _, _ = name.rpartition("/")
-        if folder and isinstance(member, zarr.Array):
-            holders.add(f"{address}/{folder}")
-    return sorted(holders)

@@ -8,6 +8,7 @@ single one, from its first frame to its last.
 import itertools
 import re
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -47,27 +48,22 @@ class SharedStore:
         return SharedStore, (self.address, self.options)
 
 
+@dataclass(frozen=True)
 class StorePath:
-    """A store, or one or several of its years; as far as messages need it, a pathlib.Path."""
+    """A store, or one or several of its years; as far as messages need it, a pathlib.Path. text: as it was given."""
 
-    def __init__(
-        self,
-        store: SharedStore,
-        years: tuple[int, ...] = (),
-        text: str = "",
-    ):
-        self.store = store
-        self.years = years
-        self.text = text or f"{store.address}#{years[0]}"
+    store: SharedStore
+    years: tuple[int, ...] = ()
+    text: str = ""
 
     def __str__(self) -> str:
-        return self.text
+        return self.text or f"{self.store.address}#{self.years[0]}"
 
     @property
     def name(self) -> str:
         """The last part, with the years."""
         # A listing of files begins with it, on every rank the same.
-        store, _, years = self.text.partition("#")
+        store, _, years = str(self).partition("#")
         last = store.rstrip("/").rpartition("/")[2]
         if not years:
             return last

@@ -21,6 +21,7 @@ from xarray.core import indexing
 from utils.errors import UsageError, reading, reported_as_usage_error
 from weather.fields.channels import BY_NAME, CHANNELS
 from weather.fields.grid import HOUR, years_of
+from weather.fields.time_axis import find_time
 from weather.sources.data import Era5
 from weather.sources.remote_store import RemoteObjects, RemoteOptions, is_address
 from weather.sources.store import Store
@@ -113,8 +114,7 @@ class ZarrStore:
         """The store as the converter reads it, for all of its years. Raises UsageError."""
         with reported_as_usage_error(ValueError, f"{self.address}: cannot be opened as Zarr"):
             source = open_zarr_source(self.address, self.store if self.is_remote else None)
-        # Samples come in any order: what lies beside a frame is not wanted next.
-        return Era5([Store(source)], kept_bytes=0)
+        return Era5([Store(source)])
 
 
 def _as_variable(array: Any) -> xarray.Variable:
@@ -154,14 +154,15 @@ class ZarrYear(YearFile):
         chosen = np.flatnonzero(years_of(dates) == year)
         if len(chosen) == 0:
             raise UsageError(f"{self.path}: no frame of {year}: it has {dates.min()} to {dates.max()}")
+        name = find_time(self)
         self.first = int(chosen[0])
         end = int(chosen[-1]) + 1
         if end - self.first != len(chosen):
             raise UsageError(f"{self.path}: frames of other years lie between those of {year}: sort it by time")
         self.shape = (len(chosen), *self.stored.shape[1:])
         # The other arrays do not change with time, and are those of the store.
-        if "time" in self.arrays:
-            self.arrays = {**self.arrays, "time": self.arrays["time"][self.first : end]}
+        if name is not None:
+            self.arrays = {**self.arrays, name: self.arrays[name][self.first : end]}
 
     def _read(
         self,
