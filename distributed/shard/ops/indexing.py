@@ -3,8 +3,7 @@
 Each rank takes its own part of a slice of a split dimension, and nothing is communicated.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +16,10 @@ from distributed.shard.operands import redistribute, sum_partial
 from distributed.shard.ops.along import unshard_dims
 from distributed.shard.ops.edges import find_rows
 from distributed.shard.ops.lookup import mask_of, masked, rows_of_plain
+from distributed.shard.ops.views import without_memory
 from distributed.shard.ops.windows import no_outputs
 from distributed.shard.plans import Plan, planned, planned_else
-from distributed.shard.spec import Spec, shard_sizes
+from distributed.shard.spec import Spec
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 OF_ELEMENTS = Tensor, list, range, bool  # items of an index that are no numbers or slices
@@ -358,78 +358,32 @@ def unbind(
     return tuple([getitem(func, input, index) for index in indices])
 
 
-def plan_of_pieces(func: Callable, input: ShardTensor, dim: int, ends: Iterable[int]) -> Plan:
-    """Pieces of a dimension; each rank holds its own part of every piece. ends: behind the last row of each piece."""
+PIECES = named("split", "split_with_sizes", "tensor_split", "chunk")
+PIECES += named("unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk")
+
+
+@rule(*PIECES)
+@planned
+def pieces(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> Plan:
+    """Pieces of a dimension; each rank holds its own part of every piece."""
+    # dim may stand behind the sizes, or the number, of the pieces.
+    by_position = args[1] if len(args) > 1 else 0
+    dim = kwargs.get("dim", by_position) % len(input.spec.dims)
     specs = []
     own_sizes = []
-    for first, last in pairwise([0, *ends]):
+    first = 0
+    for piece in func(without_memory(input.spec.shape), *args, **kwargs):
+        last = first + piece.shape[dim]
         items = index_items(func, input, index_in(input, dim, slice(first, last)))
-        piece, _ = locate(func, input, items)
-        specs.append(piece)
-        own_sizes.append(piece.local_shape[dim])
+        spec, _ = locate(func, input, items)
+        specs.append(spec)
+        own_sizes.append(spec.local_shape[dim])
+        first = last
 
     def compute(part: Tensor, *args: Any, **kwargs: Any) -> Sequence[Tensor]:
         return part.split_with_sizes(own_sizes, dim)
 
     return Plan(compute, specs)
-
-
-@rule(*named("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"))
-@planned
-def split(
-    func: Callable,
-    tensor: ShardTensor,
-    *args: Any,
-    dim: int = 0,
-    **named_sizes: Any,
-) -> Plan:
-    """Split into pieces of one size, or of some sizes."""
-    # dim may stand among the other arguments, behind the sizes.
-    sizes, dim, *_ = (*args, *named_sizes.values(), dim)
-    dim = dim % len(tensor.spec.dims)
-    size = tensor.spec.shape[dim]
-    if isinstance(sizes, int):
-        starts = range(0, size, sizes)
-        sizes = [min(sizes, size - first) for first in starts] or [0]  # no rows are one empty piece
-    if sum(sizes) != size:
-        raise RuntimeError(f"split: sizes {list(sizes)} do not make up dimension {dim} of {size}")
-    return plan_of_pieces(func, tensor, dim, accumulate(sizes))
-
-
-@rule(*named("tensor_split"))
-@planned
-def tensor_split(
-    func: Callable,
-    input: ShardTensor,
-    *args: Any,
-    dim: int = 0,
-    **named_cuts: Any,
-) -> Plan:
-    """Split into pieces as even as possible, or at given rows."""
-    # dim may stand among the other arguments, behind the cuts.
-    cuts, dim, *_ = (*args, *named_cuts.values(), dim)
-    dim = dim % len(input.spec.dims)
-    size = input.spec.shape[dim]
-    # torch makes the first pieces the longer ones, as shard_sizes does.
-    if isinstance(cuts, int):  # a number of pieces
-        *cuts, _ = accumulate(shard_sizes(size, cuts))
-    return plan_of_pieces(func, input, dim, [*cuts, size])
-
-
-@rule(*named("chunk", "unsafe_chunk"))
-@planned
-def chunk(
-    func: Callable,
-    input: ShardTensor,
-    chunks: int,
-    dim: int = 0,
-) -> Plan:
-    """Split into pieces of one size, of which the last may be shorter."""
-    dim = dim % len(input.spec.dims)
-    size = input.spec.shape[dim]
-    longest = -(-size // chunks)
-    ends = [min(end, size) for end in range(longest, size + longest, longest)] if size else [0] * chunks
-    return plan_of_pieces(func, input, dim, ends)
 
 
 @rule(*named("select"))
