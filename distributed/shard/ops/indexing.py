@@ -6,6 +6,7 @@ Each rank takes its own part of a slice of a split dimension, and nothing is com
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
@@ -22,7 +23,10 @@ from distributed.shard.plans import Plan, planned, planned_else
 from distributed.shard.spec import Spec
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
-OF_ELEMENTS = Tensor, list, range, bool  # items of an index that are no numbers or slices
+ARRAYS = list, np.ndarray
+OF_ELEMENTS = Tensor, range, bool, *ARRAYS  # items of an index that are no numbers or slices
+MASKS = torch.bool, torch.uint8
+UNKNOWN_NUMBER = "the number of elements that a mask selects is not known"
 
 
 def plan_of_slices(func: Callable, x: Tensor, index: Any) -> Plan | None:
@@ -51,8 +55,7 @@ def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
     if mask is not None:
         return masked(func, x, mask)
     # From here on every item stands for one dimension at most.
-    x, index = _flatten_masks(x, index)
-    items = index_items(func, x, index)
+    x, items = _without_masks(func, x, index_items(func, x, index))
     of_dims = [item for item in items if item is not None]
     indexed_by_tensors = [dim for dim, item in enumerate(of_dims) if isinstance(item, Tensor)]
     given = index if isinstance(index, tuple) else (index,)
@@ -70,7 +73,7 @@ def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
     is_row = spec.partial != x.spec.partial
     if is_row and x.dtype == torch.bool:  # a partial tensor is a sum, which bool does not have
         numbers = dispatch(Tensor.to, x, torch.uint8)
-        return dispatch(Tensor.bool, getitem(func, numbers, index))
+        return dispatch(Tensor.bool, getitem(func, numbers, tuple(items)))
     is_elsewhere = local_index is None
     part = no_outputs(local(x), spec.local_shape) if is_elsewhere else x[local_index]
     selected = wrap(part, spec)
@@ -98,37 +101,72 @@ def split_rows(selected: ShardTensor, before: Spec, whole: Spec, dim: int) -> Sh
     return redistribute(selected, placements)
 
 
-def _flatten_masks(x: ShardTensor, index: Any) -> tuple[ShardTensor, Any]:
-    """The tensor and the index with each plain mask of several dimensions, and those dimensions, made one."""
-    if not isinstance(index, tuple):
-        return x, index
-    items = list(index)
-    ahead = 0  # dimensions in front of an item
-    for number, item in enumerate(items):
-        is_mask = type(item) is Tensor and item.dtype == torch.bool and item.dim() > 1
-        if item is Ellipsis:
-            # What follows is counted from the end.
-            following = items[number + 1 :]
-            behind = sum(map(dims_taken, following))
-            ahead = x.dim() - behind
-        elif is_mask:
-            end = ahead + item.dim()
-            if item.shape != x.spec.shape[ahead:end]:
-                raise IndexError(f"a mask of {tuple(item.shape)} does not fit a tensor of {tuple(x.spec.shape)}")
-            x = dispatch(torch.flatten, x, ahead, end - 1)
-            items[number] = item.reshape(-1)
-            ahead += 1
-        else:
-            ahead += dims_taken(item)
-    return x, tuple(items)
+def index_items(func: Callable, x: ShardTensor, index: Any) -> list[Any]:
+    """The normal form of an index: a slice, a number, a tensor of indices or a mask for dimensions of x, and None.
+
+    The items stand for all dimensions, a mask for as many as it has, and None for a new one. Raises IndexError for too
+    many items, and no_rule for a mask of no dimension.
+    """
+    given = index if isinstance(index, tuple) else (index,)
+    items = [_index_item(func, x, item) for item in given]
+    count = len(x.spec.dims)
+    missing = count - sum([dims_taken(item) for item in items if item is not Ellipsis])
+    if missing < 0:
+        raise IndexError(f"too many indices for tensor of dimension {count}")
+    # Slices of all rows stand in the place of an Ellipsis, or at the end.
+    places = [place for place, item in enumerate(items) if item is Ellipsis]
+    place = places[0] if places else len(items)
+    all_rows = [slice(None)] * missing
+    return [*items[:place], *all_rows, *items[place + 1 :]]
+
+
+def _index_item(func, x, item):
+    """An item of an index as a slice, a number, a tensor of indices, a mask, None or Ellipsis."""
+    # torch takes lists, ranges and arrays for tensors of indices.
+    if isinstance(item, range):
+        item = list(item)
+    if isinstance(item, ARRAYS):
+        item = torch.as_tensor(item)
+    is_tensor = isinstance(item, Tensor)
+    if is_tensor and item.dim() > 0:
+        return item
+    if isinstance(item, bool) or (is_tensor and item.dtype in MASKS):
+        raise no_rule(func, (x,), {}, UNKNOWN_NUMBER)
+    is_basic = item is None or item is Ellipsis or isinstance(item, int | slice)
+    return item if is_basic else item.__index__()
 
 
 def dims_taken(item: Any) -> int:
     """Number of dimensions of a tensor that an item of an index stands for."""
     if item is None:
         return 0
-    is_mask = isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) and item.dim() > 0
+    is_mask = isinstance(item, Tensor) and item.dtype in MASKS
     return item.dim() if is_mask else 1
+
+
+def _without_masks(func: Callable, x: ShardTensor, items: Sequence[Any]) -> tuple[ShardTensor, list[Any]]:
+    """(x, items) where plain indices of rows take the place of masks, and one dimension of x that of several's."""
+    result = []
+    dim = 0  # of x, at which the item stands
+    for item in items:
+        if isinstance(item, ShardTensor):
+            if item.spec.split_dims:
+                raise no_rule(func, (x, item), {}, "indices that are split; take their full_tensor()")
+            item = local(sum_partial(item))
+        if isinstance(item, Tensor):
+            if item.dtype == torch.bool:
+                end = dim + item.dim()
+                if item.shape != x.spec.shape[dim:end]:
+                    raise IndexError(f"a mask of {tuple(item.shape)} does not fit a tensor of {tuple(x.spec.shape)}")
+                if item.dim() > 1:
+                    x = dispatch(torch.flatten, x, dim, end - 1)
+                item = item.reshape(-1).nonzero().squeeze(1)
+            if item.dtype in MASKS:
+                raise no_rule(func, (x,), {}, UNKNOWN_NUMBER)
+            item = item.to(x.device)
+        result.append(item)
+        dim += item is not None
+    return x, result
 
 
 def locate(
@@ -138,8 +176,8 @@ def locate(
 ) -> tuple[Spec, tuple | None]:
     """(spec of x[items], index into this rank's part; None if another rank holds the selected row).
 
-    items: as index_items gives them. Raises IndexError for a number out of bounds, and no_rule for a tensor of indices
-    in a split dimension.
+    items: as index_items gives them, without masks. Raises IndexError for a number out of bounds, and no_rule for a
+    tensor of indices in a split dimension.
     """
     spec = x.spec
     dims: list[Axes] = []  # of the selection
@@ -190,50 +228,6 @@ def _first_indexed_dim(items: Sequence[Any]) -> int:
     places = [place for place, item in enumerate(of_dims) if isinstance(item, Tensor)]
     are_adjacent = places[-1] - places[0] < len(places)
     return places[0] if are_adjacent else 0
-
-
-def index_items(func: Callable, x: ShardTensor, index: Any) -> list[Any]:
-    """A slice, a number or an index tensor for each dimension of x, and None for each new dimension.
-
-    Raises IndexError for too many items, and no_rule for a mask or for indices that are split.
-    """
-    items = list(index) if isinstance(index, tuple) else [index]
-    for i, item in enumerate(items):
-        items[i] = _index_item(func, x, item)
-    count = len(x.spec.dims)
-    of_dims = [item for item in items if item is not None and item is not Ellipsis]
-    missing = count - len(of_dims)
-    if missing < 0:
-        raise IndexError(f"too many indices for tensor of dimension {count}")
-    # Slices of all rows stand in the place of an Ellipsis, or at the end.
-    place = len(items)
-    for i, item in enumerate(items):
-        if item is Ellipsis:
-            place = i
-            break
-    all_rows = [slice(None)] * missing
-    return [*items[:place], *all_rows, *items[place + 1 :]]
-
-
-def _index_item(func, x, item):
-    """An item of an index as a slice, a number, a plain index tensor, None or Ellipsis."""
-    if isinstance(item, list | range):
-        item = torch.as_tensor(list(item))
-    if isinstance(item, ShardTensor):
-        if item.spec.split_dims:
-            raise no_rule(func, (x, item), {}, "indices that are split; take their full_tensor()")
-        item = local(sum_partial(item))
-    is_tensor = isinstance(item, Tensor)
-    if is_tensor and item.dtype == torch.bool and item.dim() == 1:
-        item = item.nonzero().squeeze(1)
-    is_mask = is_tensor and item.dtype in (torch.bool, torch.uint8)
-    if is_mask or isinstance(item, bool):
-        raise no_rule(func, (x,), {}, "the number of elements that a mask selects is not known")
-    if is_tensor and item.dim() > 0:
-        return item.to(x.device)
-    if item is None or item is Ellipsis or isinstance(item, int | slice):
-        return item
-    return item.__index__()
 
 
 def _sliced(func, x, dim, item):

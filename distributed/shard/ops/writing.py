@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
@@ -21,10 +20,6 @@ from distributed.shard.ops.lookup import mask_of
 from distributed.shard.spec import Spec, cut_over
 from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, rule, wrap
 from utils.torch_private import storage_id
-
-# torch.compile cannot trace a union of these types.
-ARRAYS = list, np.ndarray
-NUMBERS = Tensor, np.integer
 
 
 @rule(Tensor.__setitem__)
@@ -51,22 +46,21 @@ def setitem(
     if selects_elements and not isinstance(value, Tensor):
         dispatch(Tensor.masked_fill_, x, mask, value)
         return
-    items = _as_items(index)
+    items = index_items(func, x, index)
     has_places = any(_is_of_places(item) for item in items)
     if has_places:
         _write_places(func, x, items, value)
         return
-    _write_slices(func, x, index, value)
+    _write_slices(func, x, items, value)
 
 
 def _write_slices(
     func: Callable,
     x: ShardTensor,
-    index: Any,
+    items: list[Any],
     value: Any,
 ) -> None:
     """Assign to what slices and numbers select."""
-    items = index_items(func, x, index)
     spec, local_index = locate(func, x, items)  # spec: of x[index]
     if isinstance(value, Tensor):
         value = sum_partial(value)
@@ -113,20 +107,6 @@ def _without_leading_ones(value: Tensor, most: int) -> Tensor:
 # ---- masks and tensors of indices
 
 
-def _as_items(index: Any) -> list[Any]:
-    """The items of an index: lists and arrays as tensors, a single number as int."""
-    # torch takes lists, ranges and arrays for tensors of indices.
-    items = list(index) if isinstance(index, tuple) else [index]
-    for number, item in enumerate(items):
-        if isinstance(item, range):
-            item = list(item)
-        if isinstance(item, ARRAYS):
-            items[number] = torch.as_tensor(item)
-        elif isinstance(item, NUMBERS) and item.ndim == 0:
-            items[number] = item.__index__()
-    return items
-
-
 def _is_of_places(item: Any) -> bool:
     """Tell whether an item selects by a mask or by a tensor of several indices."""
     return isinstance(item, Tensor) and item.dim() > 0
@@ -142,7 +122,6 @@ def _write_places(
 
     The places become one mask over these dimensions, the same on every rank, of which each rank takes its part.
     """
-    items = _without_ellipsis(items, x.dim())
     chosen = _selecting_items(func, x, items)
     first = chosen[0]
 
@@ -201,19 +180,6 @@ def _selecting_items(func: Callable, x: ShardTensor, items: list[Any]) -> list[i
     if not are_adjacent:
         raise no_rule(func, (x,), {}, "masks and tensors of indices that do not lie side by side")
     return chosen
-
-
-def _without_ellipsis(items: list[Any], dims: int) -> list[Any]:
-    """The items, with a slice for each dimension that no item stands for."""
-    taken = [dims_taken(item) for item in items if item is not Ellipsis]
-    missing = dims - sum(taken)
-    if missing < 0:
-        raise IndexError(f"too many indices for tensor of dimension {dims}")
-    # Slices of all rows stand in the place of an Ellipsis, or at the end.
-    places = [number for number, item in enumerate(items) if item is Ellipsis]
-    at = places[0] if places else len(items)
-    slices = [slice(None)] * missing
-    return [*items[:at], *slices, *items[at + 1 :]]
 
 
 def _mask_of_places(
@@ -335,7 +301,7 @@ def _spec_of_target(
     whole = wrap(x.detach(), target)
     items = [item for item in index_items(func, whole, index) if item is not None]
     if any(isinstance(item, Tensor) for item in items):
-        raise no_rule(func, (whole,), {}, "into a plain tensor, by a tensor of indices")
+        raise no_rule(func, (whole,), {}, "into a plain tensor, by a mask or a tensor of indices")
 
     # The dimensions that slices leave take the splits of the value's, counted from the last one as in broadcasting.
     dims = list(target.dims)
