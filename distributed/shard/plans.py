@@ -30,11 +30,11 @@ SEQUENCES = {tuple, list, torch.Size}
 class Plan(NamedTuple):
     """compute(*arguments of the function) gives this rank's part of the result, or parts.
 
-    spec: how each is split; None where compute gives the ShardTensor itself.
+    spec: a Spec, or one of each part; None where compute gives the ShardTensor itself.
     """
 
     compute: Callable[..., Any]
-    spec: Spec | Sequence[Spec] | None
+    spec: Any
 
 
 def planned(

@@ -71,11 +71,13 @@ def common_split(tensors: Sequence[Tensor], *first: ShardTensor) -> Spec:
     It is partial where all of them are, over the same mesh dimensions.
     """
     split = [x.spec for x in (*first, *tensors) if isinstance(x, ShardTensor)]
-    partial = {x.spec.partial if isinstance(x, ShardTensor) else None for x in tensors}
     # Each dimension is its own label: all tensors have the same ones.
     labelled = [(spec, range(len(spec.dims))) for spec in split]
-    axes = joint_axes(labelled, dict(enumerate(split[0].shape)), set())
-    return split[0].with_dims(axes.values(), split[0].partial if len(partial) == 1 else ())
+    sizes = dict(enumerate(split[0].shape))
+    axes = joint_axes(labelled, sizes, set())
+    kinds = {x.spec.partial if isinstance(x, ShardTensor) else None for x in tensors}
+    partial = split[0].partial if len(kinds) == 1 else ()
+    return split[0].with_dims(axes.values(), partial)
 
 
 def joined_specs(

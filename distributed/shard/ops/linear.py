@@ -75,7 +75,8 @@ def contraction(
     if bias is not None:
         is_used_whole = fit_of(bias, out) is as_it_is and not out.partial
         fits.append(as_it_is if is_used_whole else lambda bias: own_bias(bias, out))
-    product = fitted(compute, *fits, **dict(zip(names, fits, strict=False)))
+    named_fits = dict(zip(names, fits, strict=False))
+    product = fitted(compute, *fits, **named_fits)
 
     # All ranks decide alike, by sizes of whole tensors: of those that are split, and not of tables beside them, which
     # may be larger (Legendre polynomials of all orders). A transform may leave out the higher degrees.
@@ -84,7 +85,12 @@ def contraction(
     is_of_images = len(result) > 3
     is_large = LEAST_OF_A_PART * elements_of_copies >= max(elements)
     if summed and is_of_images and is_large:
-        return Plan(lambda *args, **kwargs: split_again(wrap(product(*args, **kwargs), out)), None)
+
+        def in_parts(*args: Any, **kwargs: Any) -> ShardTensor:
+            y = wrap(product(*args, **kwargs), out)
+            return split_again(y)
+
+        return Plan(in_parts, None)
     return Plan(product, out)
 
 

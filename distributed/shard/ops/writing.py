@@ -13,12 +13,12 @@ from torch.compiler import is_dynamo_compiling
 
 from distributed.shard.axes import mesh_dims_of, unsplit_axes
 from distributed.shard.hacks import adopt
-from distributed.shard.operands import check_writable, global_shape, gradient_spec, local_operand, sum_partial
+from distributed.shard.operands import check_writable, gradient_spec, local_operand, sum_partial
 from distributed.shard.ops.elementwise import is_for_all, take_part
 from distributed.shard.ops.indexing import dims_taken, getitem, index_items, locate
 from distributed.shard.ops.lookup import mask_of
 from distributed.shard.spec import Spec, cut_over
-from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, rule, wrap
+from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, on_shard_tensors, rule, wrap
 from utils.torch_private import storage_id
 
 
@@ -64,7 +64,7 @@ def _write_slices(
     spec, local_index = locate(func, x, items)  # spec: of x[index]
     if isinstance(value, Tensor):
         value = sum_partial(value)
-        value = _without_leading_ones(value, len(spec.dims))
+        value = on_shard_tensors(_without_leading_ones, value, len(spec.dims))
         # A row of a split dimension is a partial tensor: only its owner uses its copy of the value.
         value = local_operand(value, gradient_spec(spec), spec)
     # A rank that holds none of the rows still takes part in the backward pass of the value.
@@ -98,9 +98,8 @@ def _steps(x: Tensor) -> list[tuple[int, int]]:
 
 def _without_leading_ones(value: Tensor, most: int) -> Tensor:
     """The value without dimensions of size 1 in front, which assignment ignores. most: dimensions that are left."""
-    while value.dim() > most and global_shape(value)[0] == 1:
-        is_split = isinstance(value, ShardTensor)
-        value = getitem(Tensor.__getitem__, value, 0) if is_split else value[0]
+    while value.dim() > most and value.shape[0] == 1:
+        value = value[0]
     return value
 
 
@@ -138,34 +137,38 @@ def _write_places(
     count = sum(map(dims_taken, selectors))
     after = view.dim() - first - count
     place_shape = view.spec.shape[first : first + count]
-    ones = [1] * after  # a mask broadcasts over the dimensions behind it
-
-    has_split_mask = any(isinstance(item, ShardTensor) for item in selectors)
-    if has_split_mask:
-        _write_split_mask(func, view, selectors, after, value)
-        return
+    is_one_mask = len(selectors) == 1 and selectors[0].dtype == torch.bool
     is_one_number = not isinstance(value, Tensor) or value.dim() == 0
-    is_mask = len(selectors) == 1 and selectors[0].dtype == torch.bool
-    if is_one_number and is_mask and selectors[0].shape == place_shape:
+
+    if any(isinstance(item, ShardTensor) for item in selectors):
+        # The value broadcasts over the dimensions behind those of the mask.
+        mask = selectors[0]
+        is_one_value = is_one_number or value.dim() <= after
+        if not is_one_mask or not is_one_value:
+            raise no_rule(func, (view, mask), {}, "many values by a mask that is a ShardTensor")
+    elif is_one_number and is_one_mask and selectors[0].shape == place_shape:
         # The host need not know which places these are, for which it would wait for the device.
         mask = selectors[0].to(x.device)
-        over_after = mask.reshape(*mask.shape, *ones)
-        dispatch(Tensor.masked_fill_, view, over_after, value)
-        check_writable(x)
-        return
-
-    # In general the indices become a mask over the places, and a value for each of them.
-    mask, order, shape = _mask_of_places(selectors, place_shape, x.device)
-    over_after = mask.reshape(*mask.shape, *ones)  # (*places, 1, ...)
-    if is_one_number:
-        dispatch(Tensor.masked_fill_, view, over_after, value)
     else:
-        most = first + len(shape) + after
-        value = _without_leading_ones(value, most)
-        spread = _spread(value, order, shape, after)  # (before, *places, after)
-        changed = dispatch(torch.where, over_after, spread, view)
-        dispatch(Tensor.copy_, view, changed)
+        # In general the indices become a mask over the places, and a value for each of them.
+        mask, order, shape = _mask_of_places(selectors, place_shape, x.device)
+        if not is_one_number:
+            most = first + len(shape) + after
+            value = on_shard_tensors(_without_leading_ones, value, most)
+            value = on_shard_tensors(_spread, value, order, shape, after)  # (before, *places, after)
+    on_shard_tensors(_fill, view, mask, value, after)
     check_writable(x)
+
+
+def _fill(x: Tensor, mask: Tensor, value: Any, after: int) -> None:
+    """Assign to the places of a mask in x (before, *places, after): a number, or what broadcasts against x."""
+    ones = [1] * after
+    over_after = mask.reshape(*mask.shape, *ones)  # (*places, 1, ...)
+    has_dims = isinstance(value, Tensor) and value.dim()
+    if has_dims:
+        x.copy_(torch.where(over_after, value, x))
+    else:
+        x.masked_fill_(over_after, value)
 
 
 def _selecting_items(func: Callable, x: ShardTensor, items: list[Any]) -> list[int]:
@@ -228,13 +231,6 @@ def _mask_of_places(
     return mask.view(*shape), order.view(*shape), numbers.shape
 
 
-def _call(func: Callable, x: Tensor, *args: Any) -> Tensor:
-    """A function of a ShardTensor, by its rule, or of a plain tensor."""
-    if isinstance(x, ShardTensor):
-        return dispatch(func, x, *args)
-    return func(x, *args)
-
-
 def _spread(
     value: Tensor,
     order: Tensor,
@@ -244,50 +240,23 @@ def _spread(
     """The value of each place, (before, *places, after), of values (before, *shape, after) or what broadcasts to it."""
     count = len(shape)
     while value.dim() < count + after:
-        value = _call(torch.unsqueeze, value, 0)
+        value = value.unsqueeze(0)
     first = value.dim() - count - after
-    sizes = global_shape(value)
-    before = sizes[:first]
-    of_values = sizes[first : first + count]
-    behind = sizes[first + count :]
+    before = value.shape[:first]
+    of_values = value.shape[first : first + count]
+    behind = value.shape[first + count :]
     is_one_value = all(size == 1 for size in of_values)
     if is_one_value:  # it broadcasts over all places
         ones = [1] * order.dim()
-        return _call(torch.reshape, value, (*before, *ones, *behind))
+        return value.reshape(*before, *ones, *behind)
 
     # The values in a row, of which each place takes the one with its number in `order`.
     unchanged_before = [-1] * first
     unchanged_after = [-1] * after
-    every = _call(Tensor.expand, value, [*unchanged_before, *shape, *unchanged_after])
-    in_order = _call(torch.reshape, every, (*before, math.prod(shape), *behind))
-    spread = _call(torch.index_select, in_order, first, order.reshape(-1))  # (before, places, after)
-    return _call(torch.reshape, spread, (*before, *order.shape, *behind))
-
-
-def _write_split_mask(
-    func: Callable,
-    view: ShardTensor,
-    selectors: list[Any],
-    after: int,
-    value: Any,
-) -> None:
-    """Assign one value to the places of a mask that is split itself: x[x > 1] = 0."""
-    # The value broadcasts over the dimensions behind those of the mask.
-    mask = selectors[0]
-    is_one_value = not isinstance(value, Tensor) or value.dim() <= after
-    is_one_mask = len(selectors) == 1 and mask.dtype == torch.bool
-    if not is_one_mask or not is_one_value:
-        raise no_rule(func, (view, mask), {}, "many values by a mask that is a ShardTensor")
-    over_after = mask
-    if after:
-        ones = [1] * after
-        over_after = dispatch(torch.reshape, mask, (*global_shape(mask), *ones))
-    has_dims = isinstance(value, Tensor) and value.dim()
-    if has_dims:
-        changed = dispatch(torch.where, over_after, value, view)
-        dispatch(Tensor.copy_, view, changed)
-    else:
-        dispatch(Tensor.masked_fill_, view, over_after, value)
+    every = value.expand(*unchanged_before, *shape, *unchanged_after)
+    in_order = every.reshape(*before, math.prod(shape), *behind)
+    spread = in_order.index_select(first, order.reshape(-1))  # (before, places, after)
+    return spread.reshape(*before, *order.shape, *behind)
 
 
 def _spec_of_target(
