@@ -356,10 +356,4 @@ def pixel_unshuffle(func: Callable, input: ShardTensor, factor: int) -> ShardTen
 def broadcast_tensors(func: Callable, *tensors: Tensor) -> list[Tensor]:
     """All tensors in the shape that they broadcast to."""
     shape = torch.broadcast_shapes(*map(global_shape, tensors))  # global
-    result: list[Tensor] = []
-    for x in tensors:
-        if isinstance(x, ShardTensor):
-            result.append(expand(func, x, shape))
-        else:
-            result.append(x.expand(shape))
-    return result
+    return [expand(func, x, shape) if isinstance(x, ShardTensor) else x.expand(shape) for x in tensors]
