@@ -18,7 +18,7 @@ from torch import Tensor
 
 from distributed.shard.given import Hooks
 from distributed.shard.hacks import adopt
-from distributed.shard.operands import check_writable, common_spec, gradient_spec, local_operand, sum_partial
+from distributed.shard.operands import check_writable, common_spec, gradient_spec, sum_partial
 from distributed.shard.plans import Plan, fit_of, fitted, planned_else
 from distributed.shard.spec import Spec
 from distributed.shard.tensor import ShardTensor, local, named, no_rule, rule, wrap, wrap_result
@@ -207,11 +207,8 @@ def broadcast(
             raise no_rule(func, (first, *others), kwargs, "in place on a partial tensor")
         return change_row(func, first, others, kwargs)
 
-    def fit(x: Any) -> Any:
-        return local_operand(x, first.spec) if isinstance(x, Tensor) else x
-
-    own_others = [fit(x) for x in others]
-    own_kwargs = {name: fit(x) for name, x in kwargs.items()}
+    own_others = [fit_of(x, first.spec)(x) for x in others]
+    own_kwargs = {name: fit_of(x, first.spec)(x) for name, x in kwargs.items()}
     func(first, *own_others, **own_kwargs)
     return check_writable(first)
 
@@ -296,16 +293,9 @@ def change_row(
     """
     spec = gradient_spec(row.spec)
 
-    def fit(operand: Any) -> Any:
-        if not isinstance(operand, Tensor):
-            return operand
-        # Only the rank that holds the row uses its copy of an operand.
-        operand = sum_partial(operand)
-        return local_operand(operand, spec, row.spec)
-
-    # All ranks prepare the operands, because that may communicate.
-    own_args = [fit(operand) for operand in args]
-    own_kwargs = {name: fit(operand) for name, operand in kwargs.items()}
+    # All ranks prepare the operands, because that may communicate, and the one that holds the row uses its copies.
+    own_args = [fit_of(x, spec, row.spec)(x) for x in args]
+    own_kwargs = {name: fit_of(x, spec, row.spec)(x) for name, x in kwargs.items()}
     if row.is_own_row:
         func(row, *own_args, **own_kwargs)
         return check_writable(row)

@@ -328,28 +328,22 @@ def narrow(
     return getitem(func, input, index)
 
 
-def plan_of_rows(func: Callable, input: ShardTensor, dim: int = 0) -> Plan | None:
-    """All rows of a dimension that every rank has whole."""
+@rule(*named("unbind"))
+@planned
+def unbind(func: Callable, input: ShardTensor, dim: int = 0) -> Plan:
+    """All rows of a dimension, each without it: partial tensors where it is split."""
     spec = input.spec
     dim = dim % len(spec.dims)
-    if spec.is_split(dim):
-        return None
-    before = spec.dims[:dim]
-    behind = spec.dims[dim + 1 :]
-    row = spec.with_dims([*before, *behind])
-    return Plan(func, [row] * spec.shape[dim])
+    count = spec.shape[dim]
+    if not spec.is_split(dim):
+        before = spec.dims[:dim]
+        behind = spec.dims[dim + 1 :]
+        return Plan(func, [spec.with_dims([*before, *behind])] * count)
 
+    def rows(x: ShardTensor, *args: Any, **kwargs: Any) -> tuple[ShardTensor, ...]:
+        return tuple([getitem(func, x, index_in(x, dim, i)) for i in range(count)])
 
-@rule(*named("unbind"))
-@planned_else(plan_of_rows)
-def unbind(
-    func: Callable,
-    input: ShardTensor,
-    dim: int = 0,
-) -> tuple[ShardTensor, ...]:
-    """All rows of a split dimension, each without it: partial tensors."""
-    indices = [index_in(input, dim, i) for i in range(input.spec.shape[dim])]
-    return tuple([getitem(func, input, index) for index in indices])
+    return Plan(rows, None)
 
 
 PIECES = named("split", "split_with_sizes", "tensor_split", "chunk")

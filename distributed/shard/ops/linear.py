@@ -216,7 +216,10 @@ def outer(func: Callable, input: Tensor, vec2: Tensor) -> Plan:
 def einsum(func: Callable, equation: str, *operands: Any) -> Plan:
     """Contract by an equation in which no operand repeats a letter."""
     tensors, labels, result = labels_of_einsum(func, equation, operands)
-    plan = contraction(functools.partial(torch.einsum, equation), tensors, labels, result)
+    of_parts = functools.partial(torch.einsum, equation)
+    plan = contraction(of_parts, tensors, labels, result)
+    if plan.compute is of_parts:  # the operands are used as they are
+        return Plan(func, plan.spec)
     is_list = tensors is not operands
 
     def compute(equation: str, *operands: Any) -> Any:
