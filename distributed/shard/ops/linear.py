@@ -220,9 +220,9 @@ def einsum(func: Callable, equation: str, *operands: Any) -> Plan:
     plan = contraction(of_parts, tensors, labels, result)
     if plan.compute is of_parts:  # the operands are used as they are
         return Plan(func, plan.spec)
-    is_list = tensors is not operands
 
     def compute(equation: str, *operands: Any) -> Any:
+        is_list = isinstance(operands[0], list | tuple)
         return plan.compute(*operands[0]) if is_list else plan.compute(*operands)
 
     return Plan(compute, plan.spec)
