@@ -114,28 +114,12 @@ def _vdot(input, other):
     return torch.dot(input.conj(), other)
 
 
-def _addmm(input, first, second, *, beta=1, alpha=1):
-    # A factor of a partial product keeps it partial.
-    product = torch.matmul(first, second)
-    scaled = product if alpha == 1 else product * alpha
-    return scaled + input if beta == 1 else torch.add(scaled, input, alpha=beta)
-
-
 def _addr(input, vec1, vec2, *, beta=1, alpha=1):
     return beta * input + alpha * torch.outer(vec1, vec2)
 
 
 def _addbmm(input, batch1, batch2, *, beta=1, alpha=1):
     return beta * input + alpha * (batch1 @ batch2).sum(0)
-
-
-def _count_nonzero(input, dim=None):
-    return (input != 0).sum(dim)
-
-
-def _normalize(input, p=2.0, dim=1, eps=1e-12, out=None):
-    size = torch.linalg.vector_norm(input, p, dim, keepdim=True)
-    return input / size.clamp(min=eps)
 
 
 def _nansum(input, dim=(), keepdim=False, *, dtype=None):
@@ -163,7 +147,6 @@ def _reversed(input):
 # {names in torch: the formula, with torch's names of its arguments}
 FORMULAS: dict[str, Callable[..., Any]] = {
     "addbmm": _addbmm,
-    "addmm addmv baddbmm": _addmm,
     "addr": _addr,
     "allclose": _allclose,
     "atleast_1d": partial(_at_least, 1),
@@ -172,7 +155,6 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     "bilinear": _bilinear,
     "channel_shuffle native_channel_shuffle": _channel_shuffle,
     "column_stack": _column_stack,
-    "count_nonzero": _count_nonzero,
     "cosine_similarity": _cosine_similarity,
     "dist": _dist,
     "dsplit": partial(_split_along, 2),
@@ -185,7 +167,6 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     "inner": _inner,
     "nanmean": _nanmean,
     "nansum": _nansum,
-    "normalize": _normalize,
     "pairwise_distance": _pairwise_distance,
     "prelu": _prelu,
     "__reversed__": _reversed,

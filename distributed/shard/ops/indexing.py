@@ -4,6 +4,7 @@ Each rank takes its own part of a slice of a split dimension, and nothing is com
 """
 
 from collections.abc import Callable, Sequence
+from types import EllipsisType, NoneType
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rul
 
 ARRAYS = list, np.ndarray
 OF_ELEMENTS = Tensor, range, bool, *ARRAYS  # items of an index that are no numbers or slices
+BASIC = {slice, int, NoneType, EllipsisType}  # asked first: isinstance of a class of tensors takes longer
 MASKS = torch.bool, torch.uint8
 UNKNOWN_NUMBER = "the number of elements that a mask selects is not known"
 
@@ -122,6 +124,8 @@ def index_items(func: Callable, x: ShardTensor, index: Any) -> list[Any]:
 
 def _index_item(func, x, item):
     """An item of an index as a slice, a number, a tensor of indices, a mask, None or Ellipsis."""
+    if type(item) in BASIC:
+        return item
     # torch takes lists, ranges and arrays for tensors of indices.
     if isinstance(item, range):
         item = list(item)
@@ -132,16 +136,14 @@ def _index_item(func, x, item):
         return item
     if isinstance(item, bool) or (is_tensor and item.dtype in MASKS):
         raise no_rule(func, (x,), {}, UNKNOWN_NUMBER)
-    is_basic = item is None or item is Ellipsis or isinstance(item, int | slice)
-    return item if is_basic else item.__index__()
+    return item.__index__()
 
 
 def dims_taken(item: Any) -> int:
     """Number of dimensions of a tensor that an item of an index stands for."""
-    if item is None:
-        return 0
-    is_mask = isinstance(item, Tensor) and item.dtype in MASKS
-    return item.dim() if is_mask else 1
+    if type(item) in BASIC:
+        return int(item is not None)
+    return item.dim() if item.dtype in MASKS else 1
 
 
 def _without_masks(func: Callable, x: ShardTensor, items: Sequence[Any]) -> tuple[ShardTensor, list[Any]]:
@@ -149,23 +151,26 @@ def _without_masks(func: Callable, x: ShardTensor, items: Sequence[Any]) -> tupl
     result = []
     dim = 0  # of x, at which the item stands
     for item in items:
+        if type(item) in BASIC:
+            result.append(item)
+            dim += item is not None
+            continue
         if isinstance(item, ShardTensor):
             if item.spec.split_dims:
                 raise no_rule(func, (x, item), {}, "indices that are split; take their full_tensor()")
             item = local(sum_partial(item))
-        if isinstance(item, Tensor):
-            if item.dtype == torch.bool:
-                end = dim + item.dim()
-                if item.shape != x.spec.shape[dim:end]:
-                    raise IndexError(f"a mask of {tuple(item.shape)} does not fit a tensor of {tuple(x.spec.shape)}")
-                if item.dim() > 1:
-                    x = dispatch(torch.flatten, x, dim, end - 1)
-                item = item.reshape(-1).nonzero().squeeze(1)
-            if item.dtype in MASKS:
-                raise no_rule(func, (x,), {}, UNKNOWN_NUMBER)
-            item = item.to(x.device)
-        result.append(item)
-        dim += item is not None
+        if item.dtype == torch.bool:
+            end = dim + item.dim()
+            if item.shape != x.spec.shape[dim:end]:
+                raise IndexError(f"a mask of {tuple(item.shape)} does not fit a tensor of {tuple(x.spec.shape)}")
+            if item.dim() > 1:
+                x = dispatch(torch.flatten, x, dim, end - 1)
+                item = item.reshape(-1)
+            item = item.nonzero().squeeze(1)
+        if item.dtype in MASKS:
+            raise no_rule(func, (x,), {}, UNKNOWN_NUMBER)
+        result.append(item.to(x.device))
+        dim += 1
     return x, result
 
 

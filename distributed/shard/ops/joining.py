@@ -14,7 +14,7 @@ from distributed.shard.operands import global_shape, joint_axes
 from distributed.shard.ops.along import on_whole
 from distributed.shard.ops.reductions import dims_of
 from distributed.shard.ops.views import numbers
-from distributed.shard.plans import Plan, fit_of, planned_of_tensors
+from distributed.shard.plans import Plan, as_it_is, fit_of, planned_of_tensors
 from distributed.shard.spec import Spec, shard_sizes
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
@@ -28,14 +28,17 @@ def stack(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> Plan:
         raise RuntimeError(f"stack: sizes differ: {shapes}")
     spec = common_split(tensors)
     fits = [fit_of(x, spec) for x in tensors]
+    dims = list(spec.dims)
+    dims.insert(dim % (len(dims) + 1), unsplit_axes(len(tensors)))
+    stacked = spec.with_dims(dims)
+    if all(fit is as_it_is for fit in fits):
+        return Plan(torch.stack, stacked)
 
     def compute(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         parts = [fit(x) for fit, x in zip(fits, tensors, strict=True)]
         return torch.stack(parts, dim)
 
-    dims = list(spec.dims)
-    dims.insert(dim % (len(dims) + 1), unsplit_axes(len(tensors)))
-    return Plan(compute, spec.with_dims(dims))
+    return Plan(compute, stacked)
 
 
 @rule(*named("cat", "concat", "concatenate"))

@@ -28,6 +28,7 @@ from distributed.shard.plans import Plan, as_it_is, fit_of, fitted, planned_of_t
 from distributed.shard.spec import Spec, part_of
 from distributed.shard.tensor import (
     ShardTensor,
+    dispatch,
     named,
     no_rule,
     rule,
@@ -201,6 +202,29 @@ def _batch(x):
     """Labels of the batch dimensions, numbered from the last one."""
     count = x.dim() - 2
     return [f"b{i}" for i in range(count, 0, -1)]
+
+
+@rule(*named("addmm", "baddbmm", "addmv"))
+def add_product(
+    func: Callable,
+    input: Tensor,
+    first: Tensor,
+    second: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> ShardTensor:
+    """The result of beta * input + alpha * first @ second."""
+    if not isinstance(first, ShardTensor) and not isinstance(second, ShardTensor):
+        raise no_rule(func, (input, first, second), {}, "a product of plain tensors")
+    # The rules of addition and product do the rest.
+    product = matmul(torch.matmul, first, second)
+    # A factor of a partial product keeps it partial.
+    if alpha != 1:
+        product = dispatch(torch.mul, product, alpha)
+    if beta == 1:
+        return dispatch(torch.add, product, input)
+    return dispatch(torch.add, product, input, alpha=beta)
 
 
 @rule(*named("outer", "ger"))

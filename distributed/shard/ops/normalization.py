@@ -397,3 +397,18 @@ def instance_norm(
         update(running_mean, running_var, of_batch, momentum)
     channels = input.spec.shape[1]  # each is a group of its own
     return dispatch(F.group_norm, input, channels, weight, bias, eps)
+
+
+@rule(F.normalize)
+def to_unit_norm(
+    func: Callable,
+    input: ShardTensor,
+    p: float = 2.0,
+    dim: int | Sequence[int] = 1,
+    eps: float = 1e-12,
+    out: Tensor | None = None,
+) -> ShardTensor:
+    """Divide by the global p-norm along dim, or by eps if that is larger."""
+    size = dispatch(torch.linalg.vector_norm, input, p, dim, keepdim=True)
+    divisor = dispatch(torch.clamp, size, min=eps)
+    return dispatch(torch.div, input, divisor)

@@ -181,6 +181,13 @@ def mean(
     return Plan(term, new)
 
 
+@rule(*named("count_nonzero"))
+def count_nonzero(func: Callable, input: ShardTensor, dim: Dims = None) -> ShardTensor:
+    """The number of elements that are not 0: a sum, so that it is partial where dim is split."""
+    is_nonzero = dispatch(torch.ne, input, 0)
+    return dispatch(torch.sum, is_nonzero, dim)
+
+
 @rule(*named("any", "all", "logsumexp"))
 def of_values(
     func: Callable,

@@ -21,7 +21,7 @@ from distributed.collectives import Sizes
 from distributed.shard.axes import Axes, Axis, check_order, merged, mesh_dims_of, unsplit_axes
 from distributed.shard.operands import global_shape, gradient_spec, local_operand
 from distributed.shard.ops.reductions import dims_of
-from distributed.shard.plans import Plan, planned, planned_else
+from distributed.shard.plans import Plan, planned, planned_else, planned_of_tensors
 from distributed.shard.redistribute import recut
 from distributed.shard.tensor import (
     ShardTensor,
@@ -211,7 +211,7 @@ def flatten(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> 
 
 
 @rule(*named("view_as", "reshape_as"))
-@planned
+@planned_of_tensors
 def reshape_as(func: Callable, input: ShardTensor, other: Tensor) -> Plan:
     """Reshape to the global shape of another tensor."""
     whole = without_memory(input.spec.shape)

@@ -154,8 +154,7 @@ def _write_places(
         mask, order, shape = _mask_of_places(selectors, place_shape, x.device)
         if not is_one_number:
             most = first + len(shape) + after
-            value = on_shard_tensors(_without_leading_ones, value, most)
-            value = on_shard_tensors(_spread, value, order, shape, after)  # (before, *places, after)
+            value = on_shard_tensors(_spread, value, most, order, shape, after)  # (before, *places, after)
     on_shard_tensors(_fill, view, mask, value, after)
     check_writable(x)
 
@@ -233,11 +232,16 @@ def _mask_of_places(
 
 def _spread(
     value: Tensor,
+    most: int,
     order: Tensor,
     shape: Sequence[int],
     after: int,
 ) -> Tensor:
-    """The value of each place, (before, *places, after), of values (before, *shape, after) or what broadcasts to it."""
+    """The value of each place, (before, *places, after), of values (before, *shape, after) or what broadcasts to it.
+
+    most: dimensions of these.
+    """
+    value = _without_leading_ones(value, most)
     count = len(shape)
     while value.dim() < count + after:
         value = value.unsqueeze(0)
