@@ -22,6 +22,7 @@ ANY_PART = [  # of x (3, 7, 4)
     "x.index_select(2, torch.tensor([3, 1]))", "x.split(3, 1)", "torch.split(x, [2, 0, 5], dim=1)",
     "x.split([1, 3], -1)",
     "x.chunk(3, 1)", "x.chunk(2, dim=2)", "torch.tensor_split(x, 3, dim=1)", "x.tensor_split([2, 5], 1)",
+    "x.split([3, 0, 4], 1)", "torch.chunk(x, 5, dim=1)",
     "x.unbind(1)", "torch.unbind(x)", "x[:, 1:] - x[:, :1]", "(x > 0)[:, 2]", "x.sum(0)[3]",
     "x[:, 2].square() + x[:, 3]",
     "x.flip(1)", "x.flip(0, 1)", "torch.flip(x, dims=(2,))", "x.roll(2, 1)", "x.roll(-1, 1)", "x.roll((1, 9), (0, 1))",
@@ -135,6 +136,8 @@ PRODUCTS = [  # x (3, 7, 4), y (3, 7, 4), z plain (4, 5)
     "F.linear(x.mT, torch.ones(2, 7), z[0, :2])", "F.linear(x.mT, torch.ones(2, 7)).tanh() @ z[:2]", "x.mean(1) @ z",
     "(x @ z).softmax(1)",
     "F.linear(x.flatten(1), torch.ones(2, 28) + 0 * z[0, 0], z[0, :2])",
+    "torch.matmul(x, other=z)", "torch.matmul(input=x.mT, other=y)", "F.linear(x, z.mT, bias=z[0])",
+    "F.linear(x.mT, weight=y[0].mT, bias=z[0, :1].expand(4))",
 ]  # fmt: skip
 REDUCTIONS = ("mean", "sum", "none")
 LOSSES = [  # x, y (3, 7, 4), z plain (7, 4)
@@ -408,6 +411,23 @@ def without_a_rule():
             operation(x)
         messages.append(str(error.value))
     return messages
+
+
+def of_wrong_masks():
+    x = split(draw((4, 6), torch.float32, 0), X((4, 6), (1,)), domain_mesh())
+    messages = []
+    for mask in (torch.ones(4, dtype=torch.bool), torch.ones(3, 6, dtype=torch.bool)):
+        index = (slice(None), mask) if mask.dim() == 1 else (mask, None)
+        with pytest.raises(IndexError) as error:
+            x[index]
+        messages.append(str(error.value))
+    return messages
+
+
+def test_a_mask_of_another_size_is_an_error(ranks):
+    """One that is too short would select rows silently."""
+    said = ["a mask of (4,) does not fit a tensor of (4, 6)", "a mask of (3, 6) does not fit a tensor of (4, 6)"]
+    assert ranks(2, of_wrong_masks)[0] == said
 
 
 def test_what_has_no_rule_is_refused_with_two_ways_out(ranks):

@@ -182,21 +182,40 @@ def _without_sizes(axis):
     return axis.size, axis.mesh_dim, axis.prefix
 
 
+def used_apart(own: Spec, result: Spec) -> list[int]:
+    """The mesh dimensions whose ranks use their copies of an operand for different parts of the result.
+
+    own: of the operand, which is replicated over these; the result is not.
+    """
+    of_parts = zip(own.placements, result.placements, strict=True)
+    return [m for m, (before, after) in enumerate(of_parts) if before.is_replicate() and not after.is_replicate()]
+
+
 def sum_grad_over_replicas(x: ShardTensor, spec: Spec) -> Tensor:
     """The local part of x, in whose backward pass the gradients of copies are summed where that is needed.
 
-    spec: of the result. Where x is replicated over a mesh dimension, but the result is not, each rank uses its copy for
-    another part of the result. The gradient of x is then the sum of the gradients of these copies.
+    spec: of the result. Where ranks use their copies for different parts of it, the gradient of x is the sum of the
+    gradients of these copies.
     """
     part = local(x)
-    used_apart = []  # mesh dimensions whose ranks use their copies for other parts
-    for m, (own, other) in enumerate(zip(x.spec.placements, spec.placements, strict=True)):
-        if own.is_replicate() and not other.is_replicate():
-            used_apart.append(m)
     # Backward sums the gradients over the ranks of each group.
-    for group in spec.mesh.groups_of(used_apart):
+    for group in spec.mesh.groups_of(used_apart(x.spec, spec)):
         part = copy_to_region(part, group)
     return part
+
+
+def axes_of_operand(x: Tensor, spec: Spec) -> list[Axes]:
+    """The axes of an operand that broadcasts against a tensor with this spec.
+
+    Dimensions that broadcast are whole, the others are split as in the spec.
+    """
+    shape = global_shape(x)
+    missing = len(spec.dims) - len(shape)  # dimensions in front that the operand does not have
+    axes_of_dims: list[Axes] = []
+    for n, size, axes in zip(shape, spec.shape[missing:], spec.dims[missing:], strict=True):
+        broadcasts = n == 1 and size != 1
+        axes_of_dims.append(() if broadcasts else axes)
+    return axes_of_dims
 
 
 def local_operand(
@@ -210,12 +229,7 @@ def local_operand(
     operation, by default `spec`. Its copies and parts decide how gradients of x are scaled or summed.
     """
     result = result or spec
-    missing = len(spec.dims) - x.dim()  # dimensions in front that the operand does not have
-    # Dimensions that broadcast are whole, the others are split as in the spec.
-    wanted: list[Axes] = []
-    for n, size, axes in zip(global_shape(x), spec.shape[missing:], spec.dims[missing:], strict=True):
-        broadcasts = n == 1 and size != 1
-        wanted.append(() if broadcasts else axes)
+    wanted = axes_of_operand(x, spec)
     if not isinstance(x, ShardTensor):
         full = whole_weight(x, result)
         return part_of(full, spec.with_dims(wanted, ()))

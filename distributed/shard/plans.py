@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from distributed.shard.operands import global_shape, split_alike, whole_weight
+from distributed.shard.operands import axes_of_operand, local_operand, split_alike, used_apart, whole_weight
 from distributed.shard.spec import Spec, part_of
 from distributed.shard.tensor import ReorderedTensor, ShardTensor, wrap_result
 
@@ -28,10 +28,13 @@ SEQUENCES = {tuple, list, torch.Size}
 
 
 class Plan(NamedTuple):
-    """compute(*arguments of the function) gives this rank's part of the result, or parts. spec: how each is split."""
+    """compute(*arguments of the function) gives this rank's part of the result, or parts.
+
+    spec: a Spec, or one of each part; None where compute gives the ShardTensor itself.
+    """
 
     compute: Callable[..., Any]
-    spec: Spec | Sequence[Spec]
+    spec: Any
 
 
 def planned(
@@ -71,6 +74,8 @@ def planned(
         result = compute(*args, **kwargs)
         if isinstance(new, Spec):
             return wrap_result(result, new)
+        if new is None:
+            return result
         return tuple([wrap_result(part, spec_of_part) for part, spec_of_part in zip(result, new, strict=True)])
 
     return by_plan
@@ -79,6 +84,9 @@ def planned(
 def planned_else(make: Callable[..., Plan | None], takes_tensors: bool = False) -> Callable[[Callable], Callable]:
     """Decorator of a rule: make(function, *arguments) plans it, and the rule computes what has no plan, None."""
     return functools.partial(planned, make, takes_tensors=takes_tensors)
+
+
+planned_of_tensors = functools.partial(planned, takes_tensors=True)
 
 
 def keep(plans: dict[tuple, Any], key: tuple, plan: Any) -> None:
@@ -133,47 +141,35 @@ def as_it_is(x: Tensor) -> Tensor:
     return x
 
 
-def fit_of(x: Tensor, spec: Spec, result: Spec | None = None) -> Callable[[Tensor], Tensor] | None:
-    """The preparation of an operand as local_operand does it, without a message; None where it needs one."""
+def fit_of(x: Any, spec: Spec, result: Spec | None = None) -> Callable[[Any], Any]:
+    """The preparation of an operand as local_operand does it, with what can be known before; of a number too."""
+    if not isinstance(x, Tensor):
+        return as_it_is
     result = result or spec
-    missing = len(spec.dims) - len(global_shape(x))
-    wanted = []
-    for n, size, axes in zip(global_shape(x), spec.shape[missing:], spec.dims[missing:], strict=True):
-        broadcasts = n == 1 and size != 1
-        wanted.append(() if broadcasts else axes)
+    wanted = axes_of_operand(x, spec)
     if isinstance(x, ShardTensor):
         is_sum_alone = not set(x.spec.partial) <= set(spec.partial)
-        if is_sum_alone or not split_alike(x.spec, x.spec.with_dims(wanted)):
-            return None
-        of_parts = zip(x.spec.placements, result.placements, strict=True)
-        is_used_apart = any(own.is_replicate() and not other.is_replicate() for own, other in of_parts)
-        return None if is_used_apart else as_it_is
+        stays = not is_sum_alone and split_alike(x.spec, x.spec.with_dims(wanted))
+        if stays and not used_apart(x.spec, result):
+            return as_it_is
+        return lambda x: local_operand(x, spec, result)
 
     # A plain tensor, of which this rank takes its part.
     own = spec.with_dims(wanted, ())
+    if own.split_dims:
+        return lambda x: part_of(whole_weight(x, result), own)
     is_scaled = result.copies > 1 and x.requires_grad
-    if not own.split_dims and not is_scaled:
-        return as_it_is
-    return lambda x: part_of(whole_weight(x, result), own)
+    return (lambda x: whole_weight(x, result)) if is_scaled else as_it_is
 
 
-def fits_of(
-    operands: Sequence[Any],
-    specs: Sequence[Spec],
-    result: Spec | None = None,
-) -> list[Callable] | None:
-    """fit_of of each operand; a number stays as it is. None where one of them needs a message."""
-    fits = []
-    for x, spec in zip(operands, specs, strict=True):
-        fit = fit_of(x, spec, result) if isinstance(x, Tensor) else as_it_is
-        if fit is None:
-            return None
-        fits.append(fit)
-    return fits
-
-
-def fitted(compute: Callable, fits: Sequence[Callable]) -> Callable:
-    """compute(*operands), each prepared by its fit."""
-    if all(fit is as_it_is for fit in fits):
+def fitted(compute: Callable, *fits: Callable, **named_fits: Callable) -> Callable:
+    """compute(*operands), each prepared by its fit; further arguments stay as they are."""
+    if all(fit is as_it_is for fit in (*fits, *named_fits.values())):
         return compute
-    return lambda *operands, **named: compute(*[fit(x) for fit, x in zip(fits, operands, strict=True)], **named)
+
+    def on_fitted(*operands: Any, **named: Any) -> Any:
+        own = [fit(x) for fit, x in zip(fits, operands, strict=False)]
+        own_named = {name: named_fits[name](x) for name, x in named.items()}
+        return compute(*own, *operands[len(fits) :], **own_named)
+
+    return on_fitted

@@ -290,6 +290,8 @@ def _method(implementation, function):
     """The rule as a method, because torch.compile does not dispatch methods of torch.Tensor written in Python."""
 
     def method(self, *args, **kwargs):
+        if not rules_apply():  # in a rule it is its local part
+            return function(self, *args, **kwargs)
         if self.spec.has_order:
             return dispatch(function, self, *args, **kwargs)
         try:

@@ -119,6 +119,8 @@ class Tracker(Watch):
         """Note the memory of an operation, and count it."""
         given = list(plain_tensors([*args, *kwargs.values()]))
         made = list(plain_tensors([result]))
+        if any(tensor.device.type == "meta" for tensor in made):  # a rule asks torch for a shape
+            return
         # Inputs are noted as well: an operation may be the first to show a tensor that was made without one.
         self.note(given + made)
         if func in EXPENSIVE and torch.is_grad_enabled():

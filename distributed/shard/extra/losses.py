@@ -15,7 +15,7 @@ from distributed.shard.axes import unsplit_axes
 from distributed.shard.operands import global_shape, local_operand, sum_partial, whole_weight
 from distributed.shard.ops.elementwise import broadcast
 from distributed.shard.ops.reductions import autocast_dtype, drop_dims, reduced_spec
-from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
+from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, on_shard_tensors, rule, wrap
 
 
 @rule(*named("softmax", "log_softmax"))
@@ -41,14 +41,16 @@ def softmax(
         y = plain(local(x), dim)
         return wrap(y, x.spec)
 
-    # Along a split dimension the rule of logsumexp gathers one number of each rank.
-    wide_dtype = torch.promote_types(x.dtype, torch.float32)
-    wide = dispatch(Tensor.to, x, wide_dtype)
-    log_sum = dispatch(torch.logsumexp, wide, dim, True)
-    y = dispatch(torch.sub, wide, log_sum)
+    y = on_shard_tensors(_log_softmax, x, dim)
     if not is_log:
         y = dispatch(torch.exp, y)
     return dispatch(Tensor.to, y, autocast_dtype(x))
+
+
+def _log_softmax(x, dim):
+    """Along a split dimension the rule of logsumexp gathers one number of each rank."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return wide - wide.logsumexp(dim, True)
 
 
 def averaged(loss: ShardTensor, reduction: str) -> ShardTensor:
@@ -116,9 +118,7 @@ def elementwise_loss(
     # Of these losses mse_loss alone divides by the sum of the weights; the others divide by the number of elements.
     is_weighted_mean = reduction == "mean" and func is F.mse_loss
     if is_weighted_mean and weight is not None:
-        loss_sum = averaged(loss, "sum")
-        weight_sum = dispatch(torch.sum, weight) if isinstance(weight, ShardTensor) else weight.sum()
-        return dispatch(torch.div, loss_sum, weight_sum)
+        return on_shard_tensors(lambda loss, weight: loss.sum() / weight.sum(), loss, weight)
     return averaged(loss, reduction)
 
 

@@ -23,7 +23,7 @@ from distributed.shard.operands import (
 from distributed.shard.ops.along import unshard_dims
 from distributed.shard.ops.elementwise import own_stream
 from distributed.shard.spec import part_of
-from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, rule, wrap
+from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, on_shard_tensors, rule, wrap
 
 _chosen = "gather"
 
@@ -61,12 +61,12 @@ def attention(
     if len(q.spec.dims) != 4:
         leading_shapes = [x.spec.shape[:-2] for x in (q, k, v)]
         lead = tuple(torch.broadcast_shapes(*leading_shapes))
-        q = _as_four(q, lead)
-        k = _as_four(k, lead)
-        v = _as_four(v, lead)
+        q = on_shard_tensors(_as_four, q, lead)
+        k = on_shard_tensors(_as_four, k, lead)
+        v = on_shard_tensors(_as_four, v, lead)
         mask_dims = 0 if attn_mask is None else len(global_shape(attn_mask))
         if mask_dims > 2:
-            attn_mask = _as_four(attn_mask, lead)
+            attn_mask = on_shard_tensors(_as_four, attn_mask, lead)
         y = attention(func, q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return dispatch(torch.reshape, y, (*lead, *y.spec.shape[2:]))
 
@@ -159,10 +159,7 @@ def _as_four(x, shape):
     else:
         ones = [1] * (2 - len(shape))
         samples_and_heads = (*shape, *ones)
-    rest = global_shape(x)[-2:]
-    if isinstance(x, ShardTensor):
-        expanded = dispatch(torch.broadcast_to, x, (*shape, *rest))
-        return dispatch(torch.reshape, expanded, (*samples_and_heads, *rest))
+    rest = x.shape[-2:]
     expanded = x.expand(*shape, *rest)
     return expanded.reshape(*samples_and_heads, *rest)
 

@@ -5,11 +5,10 @@ at the ends of the whole dimension, and calls the plain operation.
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from distributed.collectives import Sizes, to_compute_dtype
 from distributed.shard.halo import HaloExchange, Interval, bounds
@@ -24,6 +23,7 @@ from distributed.shard.ops.windows import (
     no_outputs,
     ntuple,
     output_shape,
+    pad_whole_dims,
     request,
     spatial_rule,
     whole_length,
@@ -58,7 +58,7 @@ def convolve(
     shape = output_shape(func, x, splits, window_of)
     shape[first_spatial - 1] = weight.shape[0]  # (B, D, ...) of the whole output
 
-    x, own_padding = _pad_whole_dims(x, splits, window_of)
+    x, own_padding = pad_whole_dims(x, splits, window_of)
 
     def compute(part: Tensor) -> Tensor:
         return func(part, weight, bias, stride, own_padding, dilation, groups)
@@ -84,26 +84,6 @@ def convolve(
         return y, out_sizes
     y = compute(pending.rows())  # (B, D, ...) of this rank
     return y, out_sizes
-
-
-def _pad_whole_dims(x, splits, window_of):
-    """(x, padding that the plain operation has still to add at both ends of each spatial dimension).
-
-    Split dimensions get their padding with their halos. The plain operation pads both ends of a whole dimension by the
-    same number. Where they differ, x is padded here.
-    """
-    own_padding = []
-    for dim, window in window_of.items():
-        if dim in splits:
-            own_padding.append(0)
-        elif window.before == window.after:
-            own_padding.append(window.before)
-        else:
-            own_padding.append(0)
-            # F.pad takes a pair (before, after) for each dimension, the last dimension first.
-            later_dims = [0, 0] * (x.ndim - 1 - dim)
-            x = F.pad(x, [*later_dims, window.before, window.after])
-    return x, own_padding
 
 
 def may_overlap(x: Tensor) -> bool:
@@ -176,41 +156,24 @@ def inside(window: Window, rows: Interval, outputs: Interval) -> Interval:
     return first, max(first, end)
 
 
-class Spread(NamedTuple):
-    """Along one dimension of a transposed convolution, where each row adds to several outputs.
+def middle_output(window: Window, row: int) -> int:
+    """The output of a transposed convolution in the middle of those to which a row adds.
 
-    Row j adds to the outputs j * stride - crop + dilation * t, for t < kernel.
+    window: of the convolution that it is the transpose of: a row adds to the outputs that its window would read there.
+    The owner of the output is the rank that holds the row.
     """
+    middle_of_first_row = window.reach // 2 - (window.stride - 1) // 2 - window.before
+    return row * window.stride + middle_of_first_row
 
-    kernel: int
-    stride: int
-    crop: int  # outputs that are left out at both ends (torch calls it padding)
-    extra: int  # outputs that are added at the end (output_padding)
-    dilation: int
 
-    @property
-    def reach(self) -> int:
-        """Distance from the first output to which a row adds to the last."""
-        return self.dilation * (self.kernel - 1)
-
-    def length(self, rows: int) -> int:
-        """Number of outputs for a number of rows."""
-        first_of_last_row = (rows - 1) * self.stride
-        return first_of_last_row - 2 * self.crop + self.reach + self.extra + 1
-
-    def middle_output(self, row: int) -> int:
-        """The output in the middle of those to which a row adds. Its owner is the rank that holds the row."""
-        middle_of_first_row = self.reach // 2 - (self.stride - 1) // 2 - self.crop
-        return row * self.stride + middle_of_first_row
-
-    def rows(self, first: int, last: int) -> Interval:
-        """The rows [a, b) that add to the outputs [first, last)."""
-        # Outputs are counted before the crop from here on.
-        first += self.crop
-        last += self.crop
-        first_that_reaches = -((self.reach - first) // self.stride)  # rounded up
-        first_row = max(0, min(first_that_reaches, first // self.stride))
-        return first_row, (last - 1) // self.stride + 1
+def rows_adding(window: Window, first: int, last: int) -> Interval:
+    """The rows [a, b) that add to the outputs [first, last) of a transposed convolution. window: see middle_output."""
+    # Outputs are counted from -before on, as the convolution counts rows of its padding.
+    first += window.before
+    last += window.before
+    first_that_reaches = -((window.reach - first) // window.stride)  # rounded up
+    first_row = max(0, min(first_that_reaches, first // window.stride))
+    return first_row, (last - 1) // window.stride + 1
 
 
 @spatial_rule("conv_transpose")
@@ -233,25 +196,26 @@ def convolve_transposed(
     count = weight.ndim - 2  # of spatial dimensions
     x = to_compute_dtype(x)
     first_spatial = x.ndim - count
-    kernel = weight.shape[2:]
-    spreads = _spreads_of(kernel, stride, padding, output_padding, dilation)
-    crops = [spread.crop for spread in spreads]  # of the plain operation on this rank's rows
-    extras = [spread.extra for spread in spreads]
+    spatial_dims = range(first_spatial, x.ndim)
+    window_of = windows_of(spatial_dims, weight.shape[2:], stride, padding, dilation)
+    crops = [window.before for window in window_of.values()]  # of the plain operation on this rank's rows
+    extras = list(ntuple(output_padding, count))
     out_sizes = {}
     in_front = {}  # {split dimension: outputs of other ranks, in front of this rank's, that the plain operation makes}
     shape = [*x.shape[: first_spatial - 1], weight.shape[1] * groups]  # (B, D), then the rows of this rank's output
-    for i, spread in enumerate(spreads):
-        dim = first_spatial + i
-        length = spread.length(whole_length(x, dim, splits))
-        if spread.extra >= max(spread.stride, spread.dilation) or length < 1:
-            raise ValueError(f"{func.__name__}: {length} rows, output_padding {spread.extra}, stride {spread.stride}")
+    for i, (dim, window) in enumerate(window_of.items()):
+        _, end = window.interval(0, whole_length(x, dim, splits))
+        length = end - window.before + extras[i]
+        if extras[i] >= max(window.stride, window.dilation) or length < 1:
+            raise ValueError(f"{func.__name__}: {length} rows, output_padding {extras[i]}, stride {window.stride}")
         if dim in splits:
             # Fetch the rows that add to this rank's outputs.
             sizes, _ = splits[dim]
-            out_sizes[dim] = cut(sizes, length, spread.middle_output)
-            pending, outputs, rows = request(x, dim, splits[dim], out_sizes[dim], spread.rows)
+            out_sizes[dim] = cut(sizes, length, partial(middle_output, window))
+            rows_of = partial(rows_adding, window)
+            pending, outputs, rows = request(x, dim, splits[dim], out_sizes[dim], rows_of)
             x = pending.rows()
-            crops[i], extras[i], in_front[dim] = _around_own_outputs(spread, outputs, rows)
+            crops[i], extras[i], in_front[dim] = _around_own_outputs(window, outputs, rows)
             first, last = outputs
             length = last - first
         shape.append(length)
@@ -261,28 +225,16 @@ def convolve_transposed(
     return _own_outputs(y, in_front, shape), out_sizes
 
 
-def _spreads_of(kernel, stride, padding, output_padding, dilation):
-    """A Spread for each spatial dimension."""
-    count = len(kernel)
-    strides = ntuple(stride, count)
-    crops = ntuple(padding, count)
-    extras = ntuple(output_padding, count)
-    dilations = ntuple(dilation, count)
-    return [Spread(*of_dim) for of_dim in zip(kernel, strides, crops, extras, dilations, strict=True)]
-
-
-def _around_own_outputs(spread, outputs, rows):
+def _around_own_outputs(window, outputs, rows):
     """(crop, extra, outputs in front) with which the plain operation on `rows` makes this rank's outputs.
 
     The plain operation also makes outputs of other ranks, in front of this rank's and behind them. Its crop is the same
     at both ends, so what it cannot crop in front is left for _own_outputs. If it makes too few, it adds some.
     """
     first_output, end_output = outputs
-    first_row, end_row = rows
-    # Outputs are counted before the crop here.
-    surplus_in_front = first_output + spread.crop - first_row * spread.stride
-    end_of_made = (end_row - 1) * spread.stride + spread.reach + 1
-    surplus_behind = end_of_made - end_output - spread.crop
+    first_made, end_of_made = window.interval(*rows)
+    surplus_in_front = first_output - first_made
+    surplus_behind = end_of_made - end_output
     crop = max(0, min(surplus_in_front, surplus_behind))
     extra = max(0, -surplus_behind)
     return crop, extra, surplus_in_front - crop

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from distributed.shard.given import Hooks
 from distributed.shard.hacks import adopt
-from distributed.shard.operands import check_writable, common_spec, gradient_spec, local_operand, sum_partial
-from distributed.shard.plans import Plan, as_it_is, fits_of, fitted, planned_else
+from distributed.shard.operands import check_writable, common_spec, gradient_spec, sum_partial
+from distributed.shard.plans import Plan, fit_of, fitted, planned_else
 from distributed.shard.spec import Spec
 from distributed.shard.tensor import ShardTensor, local, named, no_rule, rule, wrap, wrap_result
 
@@ -177,58 +177,40 @@ def keeps_sums(func: Callable, args: Sequence[Any]) -> bool:
 
 
 def plan_of_operands(func: Callable, *args: Any, **kwargs: Any) -> Plan | None:
-    """Each rank takes its part of all operands, where that needs no message."""
-    operands = (*args, *kwargs.values())
-    tensors = [x for x in operands if isinstance(x, Tensor)]
-    has_sums = any(isinstance(x, ShardTensor) and x.spec.partial for x in tensors)
-    if func in IN_PLACE or has_sums:
+    """Bring all operands to their common split, in which terms of sums are added up; None for a change in place."""
+    if func in IN_PLACE:
         return None
-    spec = common_spec(tensors)
-    fits = fits_of(operands, [spec] * len(operands))
-    if fits is None or (kwargs and any(fit is not as_it_is for fit in fits)):
-        return None
-    return Plan(fitted(func, fits[: len(args)]), spec)
+    spec = common_spec([x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)])
+    fits = [fit_of(x, spec) for x in args]
+    named_fits = {name: fit_of(x, spec) for name, x in kwargs.items()}
+    return Plan(fitted(func, *fits, **named_fits), spec)
 
 
 @planned_else(plan_of_operands, takes_tensors=True)
 def broadcast(
     func: Callable,
-    *args: Any,
+    first: Any,
+    *others: Any,
     **kwargs: Any,
 ) -> ShardTensor:
-    """The general case: reduce partial operands, find the common split, and bring all operands to it."""
+    """Operands of any split. In place the first one decides on the split."""
     # A plain tensor can only take split values if it becomes split itself.
-    in_place = func in IN_PLACE
-    if in_place and not isinstance(args[0], ShardTensor):
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        spec = common_spec(tensors)
-        if is_for_all(spec, args):  # running statistics
-            wholes = [local(sum_partial(x)) for x in args]
+    if not isinstance(first, ShardTensor):
+        operands = (first, *others)
+        spec = common_spec([x for x in (*operands, *kwargs.values()) if isinstance(x, Tensor)])
+        if is_for_all(spec, operands):  # running statistics
+            wholes = [local(sum_partial(x)) for x in operands]
             return func(*wholes, **kwargs)
-        adopt(func, args[0], spec)
-    if in_place and args[0].spec.partial:
-        row, *others = args
-        if getattr(row, "row_of", None) is None:  # compiled code does not know it
-            raise no_rule(func, args, kwargs, "in place on a partial tensor")
-        return change_row(func, row, others, kwargs)
+        adopt(func, first, spec)
+    if first.spec.partial:
+        if getattr(first, "row_of", None) is None:  # compiled code does not know it
+            raise no_rule(func, (first, *others), kwargs, "in place on a partial tensor")
+        return change_row(func, first, others, kwargs)
 
-    # In place the first operand decides on the split; otherwise the operands that are split do.
-    args = tuple([sum_partial(x) for x in args])
-    kwargs = {name: sum_partial(x) for name, x in kwargs.items()}
-    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    spec = args[0].spec if in_place else common_spec(tensors)
-
-    def fit(x: Any) -> Any:
-        return local_operand(x, spec) if isinstance(x, Tensor) else x
-
-    own_kwargs = {name: fit(x) for name, x in kwargs.items()}
-    if in_place:
-        first, *others = args
-        own_others = [fit(x) for x in others]
-        func(first, *own_others, **own_kwargs)
-        return check_writable(first)
-    own_args = [fit(x) for x in args]
-    return wrap(func(*own_args, **own_kwargs), spec)
+    own_others = [fit_of(x, first.spec)(x) for x in others]
+    own_kwargs = {name: fit_of(x, first.spec)(x) for name, x in kwargs.items()}
+    func(first, *own_others, **own_kwargs)
+    return check_writable(first)
 
 
 def is_for_all(spec: Spec, operands: Sequence[Any]) -> bool:
@@ -311,16 +293,9 @@ def change_row(
     """
     spec = gradient_spec(row.spec)
 
-    def fit(operand: Any) -> Any:
-        if not isinstance(operand, Tensor):
-            return operand
-        # Only the rank that holds the row uses its copy of an operand.
-        operand = sum_partial(operand)
-        return local_operand(operand, spec, row.spec)
-
-    # All ranks prepare the operands, because that may communicate.
-    own_args = [fit(operand) for operand in args]
-    own_kwargs = {name: fit(operand) for name, operand in kwargs.items()}
+    # All ranks prepare the operands, because that may communicate, and the one that holds the row uses its copies.
+    own_args = [fit_of(x, spec, row.spec)(x) for x in args]
+    own_kwargs = {name: fit_of(x, spec, row.spec)(x) for name, x in kwargs.items()}
     if row.is_own_row:
         func(row, *own_args, **own_kwargs)
         return check_writable(row)

@@ -3,10 +3,11 @@
 Each rank takes its own part of a slice of a split dimension, and nothing is communicated.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Sequence
+from types import EllipsisType, NoneType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
@@ -17,12 +18,17 @@ from distributed.shard.operands import redistribute, sum_partial
 from distributed.shard.ops.along import unshard_dims
 from distributed.shard.ops.edges import find_rows
 from distributed.shard.ops.lookup import mask_of, masked, rows_of_plain
+from distributed.shard.ops.views import without_memory
 from distributed.shard.ops.windows import no_outputs
 from distributed.shard.plans import Plan, planned, planned_else
-from distributed.shard.spec import Spec, shard_sizes
+from distributed.shard.spec import Spec
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
-OF_ELEMENTS = Tensor, list, range, bool  # items of an index that are no numbers or slices
+ARRAYS = list, np.ndarray
+OF_ELEMENTS = Tensor, range, bool, *ARRAYS  # items of an index that are no numbers or slices
+BASIC = {slice, int, NoneType, EllipsisType}  # asked first: isinstance of a class of tensors takes longer
+MASKS = torch.bool, torch.uint8
+UNKNOWN_NUMBER = "the number of elements that a mask selects is not known"
 
 
 def plan_of_slices(func: Callable, x: Tensor, index: Any) -> Plan | None:
@@ -51,8 +57,7 @@ def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
     if mask is not None:
         return masked(func, x, mask)
     # From here on every item stands for one dimension at most.
-    x, index = _flatten_masks(x, index)
-    items = index_items(func, x, index)
+    x, items = _without_masks(func, x, index_items(func, x, index))
     of_dims = [item for item in items if item is not None]
     indexed_by_tensors = [dim for dim, item in enumerate(of_dims) if isinstance(item, Tensor)]
     given = index if isinstance(index, tuple) else (index,)
@@ -70,7 +75,7 @@ def getitem(func: Callable, x: Tensor, index: Any) -> ShardTensor:
     is_row = spec.partial != x.spec.partial
     if is_row and x.dtype == torch.bool:  # a partial tensor is a sum, which bool does not have
         numbers = dispatch(Tensor.to, x, torch.uint8)
-        return dispatch(Tensor.bool, getitem(func, numbers, index))
+        return dispatch(Tensor.bool, getitem(func, numbers, tuple(items)))
     is_elsewhere = local_index is None
     part = no_outputs(local(x), spec.local_shape) if is_elsewhere else x[local_index]
     selected = wrap(part, spec)
@@ -98,37 +103,75 @@ def split_rows(selected: ShardTensor, before: Spec, whole: Spec, dim: int) -> Sh
     return redistribute(selected, placements)
 
 
-def _flatten_masks(x: ShardTensor, index: Any) -> tuple[ShardTensor, Any]:
-    """The tensor and the index with each plain mask of several dimensions, and those dimensions, made one."""
-    if not isinstance(index, tuple):
-        return x, index
-    items = list(index)
-    ahead = 0  # dimensions in front of an item
-    for number, item in enumerate(items):
-        is_mask = type(item) is Tensor and item.dtype == torch.bool and item.dim() > 1
-        if item is Ellipsis:
-            # What follows is counted from the end.
-            following = items[number + 1 :]
-            behind = sum(map(dims_taken, following))
-            ahead = x.dim() - behind
-        elif is_mask:
-            end = ahead + item.dim()
-            if item.shape != x.spec.shape[ahead:end]:
-                raise IndexError(f"a mask of {tuple(item.shape)} does not fit a tensor of {tuple(x.spec.shape)}")
-            x = dispatch(torch.flatten, x, ahead, end - 1)
-            items[number] = item.reshape(-1)
-            ahead += 1
-        else:
-            ahead += dims_taken(item)
-    return x, tuple(items)
+def index_items(func: Callable, x: ShardTensor, index: Any) -> list[Any]:
+    """The normal form of an index: a slice, a number, a tensor of indices or a mask for dimensions of x, and None.
+
+    The items stand for all dimensions, a mask for as many as it has, and None for a new one. Raises IndexError for too
+    many items, and no_rule for a mask of no dimension.
+    """
+    given = index if isinstance(index, tuple) else (index,)
+    items = [_index_item(func, x, item) for item in given]
+    count = len(x.spec.dims)
+    missing = count - sum([dims_taken(item) for item in items if item is not Ellipsis])
+    if missing < 0:
+        raise IndexError(f"too many indices for tensor of dimension {count}")
+    # Slices of all rows stand in the place of an Ellipsis, or at the end.
+    places = [place for place, item in enumerate(items) if item is Ellipsis]
+    place = places[0] if places else len(items)
+    all_rows = [slice(None)] * missing
+    return [*items[:place], *all_rows, *items[place + 1 :]]
+
+
+def _index_item(func, x, item):
+    """An item of an index as a slice, a number, a tensor of indices, a mask, None or Ellipsis."""
+    if type(item) in BASIC:
+        return item
+    # torch takes lists, ranges and arrays for tensors of indices.
+    if isinstance(item, range):
+        item = list(item)
+    if isinstance(item, ARRAYS):
+        item = torch.as_tensor(item)
+    is_tensor = isinstance(item, Tensor)
+    if is_tensor and item.dim() > 0:
+        return item
+    if isinstance(item, bool) or (is_tensor and item.dtype in MASKS):
+        raise no_rule(func, (x,), {}, UNKNOWN_NUMBER)
+    return item.__index__()
 
 
 def dims_taken(item: Any) -> int:
     """Number of dimensions of a tensor that an item of an index stands for."""
-    if item is None:
-        return 0
-    is_mask = isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) and item.dim() > 0
-    return item.dim() if is_mask else 1
+    if type(item) in BASIC:
+        return int(item is not None)
+    return item.dim() if item.dtype in MASKS else 1
+
+
+def _without_masks(func: Callable, x: ShardTensor, items: Sequence[Any]) -> tuple[ShardTensor, list[Any]]:
+    """(x, items) where plain indices of rows take the place of masks, and one dimension of x that of several's."""
+    result = []
+    dim = 0  # of x, at which the item stands
+    for item in items:
+        if type(item) in BASIC:
+            result.append(item)
+            dim += item is not None
+            continue
+        if isinstance(item, ShardTensor):
+            if item.spec.split_dims:
+                raise no_rule(func, (x, item), {}, "indices that are split; take their full_tensor()")
+            item = local(sum_partial(item))
+        if item.dtype == torch.bool:
+            end = dim + item.dim()
+            if item.shape != x.spec.shape[dim:end]:
+                raise IndexError(f"a mask of {tuple(item.shape)} does not fit a tensor of {tuple(x.spec.shape)}")
+            if item.dim() > 1:
+                x = dispatch(torch.flatten, x, dim, end - 1)
+                item = item.reshape(-1)
+            item = item.nonzero().squeeze(1)
+        if item.dtype in MASKS:
+            raise no_rule(func, (x,), {}, UNKNOWN_NUMBER)
+        result.append(item.to(x.device))
+        dim += 1
+    return x, result
 
 
 def locate(
@@ -138,8 +181,8 @@ def locate(
 ) -> tuple[Spec, tuple | None]:
     """(spec of x[items], index into this rank's part; None if another rank holds the selected row).
 
-    items: as index_items gives them. Raises IndexError for a number out of bounds, and no_rule for a tensor of indices
-    in a split dimension.
+    items: as index_items gives them, without masks. Raises IndexError for a number out of bounds, and no_rule for a
+    tensor of indices in a split dimension.
     """
     spec = x.spec
     dims: list[Axes] = []  # of the selection
@@ -190,50 +233,6 @@ def _first_indexed_dim(items: Sequence[Any]) -> int:
     places = [place for place, item in enumerate(of_dims) if isinstance(item, Tensor)]
     are_adjacent = places[-1] - places[0] < len(places)
     return places[0] if are_adjacent else 0
-
-
-def index_items(func: Callable, x: ShardTensor, index: Any) -> list[Any]:
-    """A slice, a number or an index tensor for each dimension of x, and None for each new dimension.
-
-    Raises IndexError for too many items, and no_rule for a mask or for indices that are split.
-    """
-    items = list(index) if isinstance(index, tuple) else [index]
-    for i, item in enumerate(items):
-        items[i] = _index_item(func, x, item)
-    count = len(x.spec.dims)
-    of_dims = [item for item in items if item is not None and item is not Ellipsis]
-    missing = count - len(of_dims)
-    if missing < 0:
-        raise IndexError(f"too many indices for tensor of dimension {count}")
-    # Slices of all rows stand in the place of an Ellipsis, or at the end.
-    place = len(items)
-    for i, item in enumerate(items):
-        if item is Ellipsis:
-            place = i
-            break
-    all_rows = [slice(None)] * missing
-    return [*items[:place], *all_rows, *items[place + 1 :]]
-
-
-def _index_item(func, x, item):
-    """An item of an index as a slice, a number, a plain index tensor, None or Ellipsis."""
-    if isinstance(item, list | range):
-        item = torch.as_tensor(list(item))
-    if isinstance(item, ShardTensor):
-        if item.spec.split_dims:
-            raise no_rule(func, (x, item), {}, "indices that are split; take their full_tensor()")
-        item = local(sum_partial(item))
-    is_tensor = isinstance(item, Tensor)
-    if is_tensor and item.dtype == torch.bool and item.dim() == 1:
-        item = item.nonzero().squeeze(1)
-    is_mask = is_tensor and item.dtype in (torch.bool, torch.uint8)
-    if is_mask or isinstance(item, bool):
-        raise no_rule(func, (x,), {}, "the number of elements that a mask selects is not known")
-    if is_tensor and item.dim() > 0:
-        return item.to(x.device)
-    if item is None or item is Ellipsis or isinstance(item, int | slice):
-        return item
-    return item.__index__()
 
 
 def _sliced(func, x, dim, item):
@@ -334,102 +333,50 @@ def narrow(
     return getitem(func, input, index)
 
 
-def plan_of_rows(func: Callable, input: ShardTensor, dim: int = 0) -> Plan | None:
-    """All rows of a dimension that every rank has whole."""
+@rule(*named("unbind"))
+@planned
+def unbind(func: Callable, input: ShardTensor, dim: int = 0) -> Plan:
+    """All rows of a dimension, each without it: partial tensors where it is split."""
     spec = input.spec
     dim = dim % len(spec.dims)
-    if spec.is_split(dim):
-        return None
-    before = spec.dims[:dim]
-    behind = spec.dims[dim + 1 :]
-    row = spec.with_dims([*before, *behind])
-    return Plan(func, [row] * spec.shape[dim])
+    count = spec.shape[dim]
+    if not spec.is_split(dim):
+        before = spec.dims[:dim]
+        behind = spec.dims[dim + 1 :]
+        return Plan(func, [spec.with_dims([*before, *behind])] * count)
+
+    def rows(x: ShardTensor, *args: Any, **kwargs: Any) -> tuple[ShardTensor, ...]:
+        return tuple([getitem(func, x, index_in(x, dim, i)) for i in range(count)])
+
+    return Plan(rows, None)
 
 
-@rule(*named("unbind"))
-@planned_else(plan_of_rows)
-def unbind(
-    func: Callable,
-    input: ShardTensor,
-    dim: int = 0,
-) -> tuple[ShardTensor, ...]:
-    """All rows of a split dimension, each without it: partial tensors."""
-    indices = [index_in(input, dim, i) for i in range(input.spec.shape[dim])]
-    return tuple([getitem(func, input, index) for index in indices])
+PIECES = named("split", "split_with_sizes", "tensor_split", "chunk")
+PIECES += named("unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk")
 
 
-def plan_of_pieces(func: Callable, input: ShardTensor, dim: int, ends: Iterable[int]) -> Plan:
-    """Pieces of a dimension; each rank holds its own part of every piece. ends: behind the last row of each piece."""
+@rule(*PIECES)
+@planned
+def pieces(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> Plan:
+    """Pieces of a dimension; each rank holds its own part of every piece."""
+    # dim may stand behind the sizes, or the number, of the pieces.
+    by_position = args[1] if len(args) > 1 else 0
+    dim = kwargs.get("dim", by_position) % len(input.spec.dims)
     specs = []
     own_sizes = []
-    for first, last in pairwise([0, *ends]):
+    first = 0
+    for piece in func(without_memory(input.spec.shape), *args, **kwargs):
+        last = first + piece.shape[dim]
         items = index_items(func, input, index_in(input, dim, slice(first, last)))
-        piece, _ = locate(func, input, items)
-        specs.append(piece)
-        own_sizes.append(piece.local_shape[dim])
+        spec, _ = locate(func, input, items)
+        specs.append(spec)
+        own_sizes.append(spec.local_shape[dim])
+        first = last
 
     def compute(part: Tensor, *args: Any, **kwargs: Any) -> Sequence[Tensor]:
         return part.split_with_sizes(own_sizes, dim)
 
     return Plan(compute, specs)
-
-
-@rule(*named("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"))
-@planned
-def split(
-    func: Callable,
-    tensor: ShardTensor,
-    *args: Any,
-    dim: int = 0,
-    **named_sizes: Any,
-) -> Plan:
-    """Split into pieces of one size, or of some sizes."""
-    # dim may stand among the other arguments, behind the sizes.
-    sizes, dim, *_ = (*args, *named_sizes.values(), dim)
-    dim = dim % len(tensor.spec.dims)
-    size = tensor.spec.shape[dim]
-    if isinstance(sizes, int):
-        starts = range(0, size, sizes)
-        sizes = [min(sizes, size - first) for first in starts] or [0]  # no rows are one empty piece
-    if sum(sizes) != size:
-        raise RuntimeError(f"split: sizes {list(sizes)} do not make up dimension {dim} of {size}")
-    return plan_of_pieces(func, tensor, dim, accumulate(sizes))
-
-
-@rule(*named("tensor_split"))
-@planned
-def tensor_split(
-    func: Callable,
-    input: ShardTensor,
-    *args: Any,
-    dim: int = 0,
-    **named_cuts: Any,
-) -> Plan:
-    """Split into pieces as even as possible, or at given rows."""
-    # dim may stand among the other arguments, behind the cuts.
-    cuts, dim, *_ = (*args, *named_cuts.values(), dim)
-    dim = dim % len(input.spec.dims)
-    size = input.spec.shape[dim]
-    # torch makes the first pieces the longer ones, as shard_sizes does.
-    if isinstance(cuts, int):  # a number of pieces
-        *cuts, _ = accumulate(shard_sizes(size, cuts))
-    return plan_of_pieces(func, input, dim, [*cuts, size])
-
-
-@rule(*named("chunk", "unsafe_chunk"))
-@planned
-def chunk(
-    func: Callable,
-    input: ShardTensor,
-    chunks: int,
-    dim: int = 0,
-) -> Plan:
-    """Split into pieces of one size, of which the last may be shorter."""
-    dim = dim % len(input.spec.dims)
-    size = input.spec.shape[dim]
-    longest = -(-size // chunks)
-    ends = [min(end, size) for end in range(longest, size + longest, longest)] if size else [0] * chunks
-    return plan_of_pieces(func, input, dim, ends)
 
 
 @rule(*named("select"))

@@ -10,95 +10,77 @@ from torch import Tensor
 from distributed.collectives import concatenated
 from distributed.shard.axes import Axis, merged, mesh_dims_of, prefix_axes, unsplit_axes
 from distributed.shard.halo import HaloExchange, bounds
-from distributed.shard.operands import global_shape, joint_axes, local_operand, sum_partial
+from distributed.shard.operands import global_shape, joint_axes
 from distributed.shard.ops.along import on_whole
 from distributed.shard.ops.reductions import dims_of
 from distributed.shard.ops.views import numbers
-from distributed.shard.plans import Plan, fits_of, planned_else
+from distributed.shard.plans import Plan, as_it_is, fit_of, planned_of_tensors
 from distributed.shard.spec import Spec, shard_sizes
 from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
-def plan_of_stack(
-    func: Callable,
-    tensors: Sequence[Tensor],
-    dim: int = 0,
-) -> Plan | None:
-    """Stack tensors that are split alike."""
-    specs = [x.spec for x in tensors if isinstance(x, ShardTensor)]
-    if len(specs) < len(tensors) or any(spec != specs[0] for spec in specs):
-        return None
-    dims = list(specs[0].dims)
-    dims.insert(dim % (len(dims) + 1), unsplit_axes(len(specs)))
-    return Plan(torch.stack, specs[0].with_dims(dims))
-
-
 @rule(*named("stack"))
-@planned_else(plan_of_stack, takes_tensors=True)
-def stack(
-    func: Callable,
-    tensors: Sequence[Tensor],
-    dim: int = 0,
-) -> ShardTensor:
-    """Stack along a new whole dimension, after bringing the tensors to one split."""
-    rows = []
-    for x in tensors:
-        if isinstance(x, ShardTensor):
-            rows.append(dispatch(torch.unsqueeze, x, dim))
-        else:
-            rows.append(x.unsqueeze(dim))
-    return cat(func, rows, dim)
-
-
-def plan_of_join(
-    func: Callable,
-    tensors: Sequence[Tensor],
-    dim: int = 0,
-) -> Plan | None:
-    """Each rank joins what it has, where no rows move."""
-    given, alike = joinable(tensors)
-    if not alike or len(given) < len(tensors):
-        return None
-    dim, specs, joined = joined_specs(func, given, dim)
-    fits = fits_of(given, specs)
-    if fits is None:
-        return None
-
-    join = concatenated if len(joined.shape) == 1 else torch.cat
+@planned_of_tensors
+def stack(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> Plan:
+    """Stack along a new whole dimension, after bringing the tensors to one split. Raises RuntimeError as cat."""
+    shapes = [tuple(global_shape(x)) for x in tensors]
+    if len(set(shapes)) > 1:
+        raise RuntimeError(f"stack: sizes differ: {shapes}")
+    spec = common_split(tensors)
+    fits = [fit_of(x, spec) for x in tensors]
+    dims = list(spec.dims)
+    dims.insert(dim % (len(dims) + 1), unsplit_axes(len(tensors)))
+    stacked = spec.with_dims(dims)
+    if all(fit is as_it_is for fit in fits):
+        return Plan(torch.stack, stacked)
 
     def compute(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         parts = [fit(x) for fit, x in zip(fits, tensors, strict=True)]
+        return torch.stack(parts, dim)
+
+    return Plan(compute, stacked)
+
+
+@rule(*named("cat", "concat", "concatenate"))
+@planned_of_tensors
+def cat(func: Callable, tensors: Sequence[Tensor], dim: int = 0) -> Plan:
+    """Concatenate in global order. Along a split dimension rows move to the ranks that hold them in the result.
+
+    Raises RuntimeError where other sizes differ, and no_rule for rows behind the tokens of tiles.
+    """
+    given = _with_rows(tensors)
+    has_all = len(given) == len(tensors)
+    dim, specs, joined = joined_specs(func, given, dim)
+    fits = [fit_of(x, spec) for x, spec in zip(given, specs, strict=True)]
+    join = concatenated if len(joined.shape) == 1 else torch.cat
+
+    # Each rank joins the rows that it holds in the result.
+    def compute(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        given = tensors if has_all else _with_rows(tensors)
+        parts = [fit(x) for fit, x in zip(fits, given, strict=True)]
         return join(parts, dim)
 
     return Plan(compute, joined)
 
 
-@rule(*named("cat", "concat", "concatenate"))
-@planned_else(plan_of_join, takes_tensors=True)
-def cat(
-    func: Callable,
-    tensors: Sequence[Tensor],
-    dim: int = 0,
-) -> ShardTensor:
-    """Concatenate in global order. Along a split dimension rows move to the ranks that hold them in the result.
+def _with_rows(tensors):
+    """The tensors but empty ones of one dimension, which torch skips too."""
+    return [x for x in tensors if tuple(global_shape(x)) != (0,)]
 
-    Raises RuntimeError where other sizes differ, and no_rule for rows behind the tokens of tiles.
+
+def common_split(tensors: Sequence[Tensor], *first: ShardTensor) -> Spec:
+    """The spec of tensors of one shape, each dimension with the first split that one has, those of `first` ahead.
+
+    It is partial where all of them are, over the same mesh dimensions.
     """
-    tensors, alike = joinable(tensors)
-    if not alike:
-        tensors = [sum_partial(x) for x in tensors]
-    dim, specs, joined = joined_specs(func, tensors, dim)
-    # Each rank joins the rows that it holds in the result.
-    in_place = [local_operand(x, spec) for x, spec in zip(tensors, specs, strict=True)]
-    return wrap(concatenated(in_place, dim), joined)
-
-
-def joinable(tensors: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
-    """(the tensors that have a say, whether they are partial alike)."""
-    # Empty tensors of one dimension have none: torch skips them too.
-    given = [x for x in tensors if tuple(global_shape(x)) != (0,)]
-    partial = {x.spec.partial if isinstance(x, ShardTensor) else None for x in given}
-    return given, len(partial) == 1
+    split = [x.spec for x in (*first, *tensors) if isinstance(x, ShardTensor)]
+    # Each dimension is its own label: all tensors have the same ones.
+    labelled = [(spec, range(len(spec.dims))) for spec in split]
+    sizes = dict(enumerate(split[0].shape))
+    axes = joint_axes(labelled, sizes, set())
+    kinds = {x.spec.partial if isinstance(x, ShardTensor) else None for x in tensors}
+    partial = split[0].partial if len(kinds) == 1 else ()
+    return split[0].with_dims(axes.values(), partial)
 
 
 def joined_specs(
@@ -113,12 +95,7 @@ def joined_specs(
 
     # The split of the other dimensions: of a tensor that is split along dim, where there is one.
     cut = [x for x in parts if x.spec.is_split(dim)]  # tensors that are split along dim
-    specs = [x.spec for x in (*cut[:1], *parts)]
-    # Each dimension is its own label: all tensors have the same ones.
-    labelled = [(spec, range(len(spec.dims))) for spec in specs]
-    sizes = dict(enumerate(specs[0].shape))
-    others = joint_axes(labelled, sizes, set())
-    base = specs[0].with_dims(others.values())
+    base = common_split(tensors, *cut[:1])
 
     # The axes of dim: of each tensor, cut as its rows lie in the result (pieces), and of the result (joined).
     axes = cut[-1].spec.dims[dim] if cut else ()

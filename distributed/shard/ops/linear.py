@@ -6,8 +6,9 @@ summed up and split along another dimension at once: spherical harmonics would b
 mesh dimension splits two dimensions, one of them is gathered first.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from distributed.shard.operands import (
     whole_weight,
 )
 from distributed.shard.ops.along import split_again, unshard_dims
-from distributed.shard.plans import Plan, fits_of, fitted, planned_else
+from distributed.shard.plans import Plan, as_it_is, fit_of, fitted, planned_of_tensors
 from distributed.shard.spec import Spec, part_of
 from distributed.shard.tensor import (
     ShardTensor,
@@ -37,39 +38,45 @@ from distributed.shard.tensor import (
 LEAST_OF_A_PART = 4  # a sum that has a quarter of the elements of a rank's part, or more, is split again
 
 
-class Contraction(NamedTuple):
-    """How a product is split: the spec of the result, that which each operand takes, and whether it is split again."""
-
-    out: Spec
-    wanted: list[Spec]
-    is_split_again: bool
-
-
 def contraction(
+    compute: Callable[..., Tensor],
     operands: Sequence[Tensor],
     labels: Sequence[Sequence[str]],
     result: Sequence[str],
-) -> Contraction:
-    """The split of a function that is linear in each operand. labels, result: as in `contracted`."""
-    parts = []
-    for x, names in zip(operands, labels, strict=True):
-        if isinstance(x, ShardTensor):
-            parts.append((x.spec, names))
+    bias: Tensor | None = None,
+    names: Sequence[str] = (),
+) -> Plan:
+    """compute(*local operands), for a function that is linear in each of its operands.
+
+    labels: as in an einsum, one label for each dimension of each operand; equal labels mean the same dimension, and
+    size 1 broadcasts. result: labels of the result; what it lacks is summed. bias: over the last dimension of the
+    result, one more argument of compute. names: of the arguments, by which they may be given. Raises RuntimeError where
+    sizes of a label differ.
+    """
+    parts = [(x.spec, own) for x, own in zip(operands, labels, strict=True) if isinstance(x, ShardTensor)]
     first_spec, _ = parts[0]
     mesh = first_spec.mesh
-    partial = first_spec.partial
+    # A product of two sums is not the sum of the products: only one operand may be partial.
+    partial = first_spec.partial if len(parts) == 1 else ()
 
     # The split of each label, and of the result: partial over what splits the labels that it does not have.
     sizes = common_sizes(operands, labels)
     axes = joint_axes(parts, sizes, set(partial))  # {label: axes}
-    summed_axes = [a for name, a in axes.items() if name not in result]
+    summed_axes = [a for label, a in axes.items() if label not in result]
     summed = mesh_dims_of(*summed_axes)
     out_partial = tuple(sorted(summed.union(partial)))
-    out_dims = tuple([axes[name] for name in result])
-    out = Spec(mesh, out_dims, out_partial)
-    wanted = []
-    for names in labels:
-        wanted.append(out.with_dims([axes[name] for name in names]))
+    out = Spec(mesh, tuple([axes[label] for label in result]), out_partial)
+
+    # Each operand takes the split of its labels. The result's spec says which ranks use their copies for other parts.
+    fits = []
+    for x, own in zip(operands, labels, strict=True):
+        wanted = out.with_dims([axes[label] for label in own], partial)
+        fits.append(fit_of(x, wanted, out))
+    if bias is not None:
+        is_used_whole = fit_of(bias, out) is as_it_is and not out.partial
+        fits.append(as_it_is if is_used_whole else lambda bias: own_bias(bias, out))
+    named_fits = dict(zip(names, fits, strict=False))
+    product = fitted(compute, *fits, **named_fits)
 
     # All ranks decide alike, by sizes of whole tensors: of those that are split, and not of tables beside them, which
     # may be larger (Legendre polynomials of all orders). A transform may leave out the higher degrees.
@@ -77,52 +84,14 @@ def contraction(
     elements_of_copies = out.shape.numel() * mesh.joint.size
     is_of_images = len(result) > 3
     is_large = LEAST_OF_A_PART * elements_of_copies >= max(elements)
-    return Contraction(out, wanted, bool(summed) and is_of_images and is_large)
+    if summed and is_of_images and is_large:
 
+        def in_parts(*args: Any, **kwargs: Any) -> ShardTensor:
+            y = wrap(product(*args, **kwargs), out)
+            return split_again(y)
 
-def plan_of_product(
-    compute: Callable[..., Tensor],
-    operands: Sequence[Tensor],
-    labels: Sequence[Sequence[str]],
-    result: Sequence[str],
-) -> Plan | None:
-    """compute(*operands), each prepared, where that needs no message; the arguments are as in `contracted`."""
-    specs = [x.spec for x in operands if isinstance(x, ShardTensor)]
-    if len(specs) > 1 and any(spec.partial for spec in specs):
-        return None
-    out, wanted, is_split_again = contraction(operands, labels, result)
-    fits = fits_of(operands, wanted, out)
-    return None if fits is None or is_split_again else Plan(fitted(compute, fits), out)
-
-
-def contracted(
-    compute: Callable[..., Tensor],
-    operands: Sequence[Tensor],
-    labels: Sequence[Sequence[str]],
-    result: Sequence[str],
-    bias: Tensor | None = None,
-) -> ShardTensor:
-    """compute(*local operands) as a ShardTensor, for a function that is linear in each of its operands.
-
-    labels: as in an einsum, one label for each dimension of each operand; equal labels mean the same dimension, and
-    size 1 broadcasts. result: labels of the result; what it lacks is summed. bias: over the last dimension of the
-    result, passed as one more argument. Raises RuntimeError where sizes of a label differ.
-    """
-    # A product of two sums is not the sum of the products: only one operand may be partial.
-    split_operands = [x for x in operands if isinstance(x, ShardTensor)]
-    if len(split_operands) > 1:
-        operands = [sum_partial(x) for x in operands]
-    out, wanted, is_split_again = contraction(operands, labels, result)
-
-    # Each operand takes the split of its labels. The result's spec says which ranks use their copies for other parts.
-    arguments = []
-    for x, spec in zip(operands, wanted, strict=True):
-        arguments.append(local_operand(x, spec, out))
-    # The bias is an argument of the function, which adds it to this rank's term.
-    if bias is not None:
-        arguments.append(own_bias(bias, out))
-    product = wrap(compute(*arguments), out)
-    return split_again(product) if is_split_again else product
+        return Plan(in_parts, None)
+    return Plan(product, out)
 
 
 def common_sizes(
@@ -153,50 +122,26 @@ def own_bias(bias: Tensor, out: Spec) -> Tensor:
     return bias
 
 
-def of_whole_rows(spec: Spec, weight_shape: torch.Size) -> Spec | None:
-    """The split of x @ weight.T for a plain matrix (E, D); None for features that are split, and for other weights."""
-    if spec.is_split(-1) or len(weight_shape) != 2:
-        return None
-    rows = spec.dims[:-1]
-    features = unsplit_axes(weight_shape[0])
-    return spec.with_dims((*rows, features))
-
-
-def plan_of_rows(
-    func: Callable,
-    input: Any,
-    weight: Tensor,
-    bias: Tensor | None = None,
-) -> Plan | None:
-    """The common case: a plain weight, and features that are whole. Each rank multiplies its rows."""
-    if isinstance(weight, ShardTensor) or isinstance(bias, ShardTensor):
-        return None
-    out = of_whole_rows(input.spec, weight.shape)
-    if out is None:
-        return None
-    if out.copies == 1 and not out.partial:  # the weight is used as it is
-        return Plan(F.linear, out)
-
-    def compute(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        own = None if bias is None else own_bias(bias, out)
-        return F.linear(input, whole_weight(weight, out), own)
-
-    return Plan(compute, out)
-
-
 @rule(F.linear)
-@planned_else(plan_of_rows, takes_tensors=True)
+@planned_of_tensors
 def linear(
     func: Callable,
     input: Any,
     weight: Tensor,
     bias: Tensor | None = None,
-) -> ShardTensor:
+) -> Plan:
     """(..., D) x (E, D) -> (..., E). If D is split, the result is partial."""
     if weight.dim() != 2:
         raise no_rule(func, (input, weight, bias), {}, "the weight must be a matrix")
+    # The common case is told at once, for which torch.compile needs a quarter of the time.
+    if not any(isinstance(x, ShardTensor) for x in (weight, bias)) and not input.spec.is_split(-1):
+        out = input.spec.with_dims((*input.spec.dims[:-1], unsplit_axes(weight.shape[0])))
+        if out.copies == 1 and not out.partial:  # the weight is used as it is
+            return Plan(F.linear, out)
     batch = [f"b{i}" for i in range(input.dim() - 1)]
-    return contracted(F.linear, (input, weight), ([*batch, "d"], ["e", "d"]), [*batch, "e"], bias)
+    labels = ([*batch, "d"], ["e", "d"])
+    names = ("input", "weight", "bias")
+    return contraction(F.linear, (input, weight), labels, [*batch, "e"], bias, names)
 
 
 def labels_of_matmul(input: Tensor, other: Tensor) -> tuple[tuple[list[str], list[str]], list[str]]:
@@ -214,22 +159,16 @@ def labels_of_matmul(input: Tensor, other: Tensor) -> tuple[tuple[list[str], lis
     return (first, second), result
 
 
-def plan_of_matmul(func: Callable, input: Tensor, other: Tensor) -> Plan | None:
-    """A product of parts."""
-    if func.__name__ == "__rmatmul__":
-        return None
-    labels, result = labels_of_matmul(input, other)
-    return plan_of_product(torch.matmul, (input, other), labels, result)
-
-
 @rule(*named("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot"))
-@planned_else(plan_of_matmul, takes_tensors=True)
-def matmul(func: Callable, input: Tensor, other: Tensor) -> ShardTensor:
+@planned_of_tensors
+def matmul(func: Callable, input: Tensor, other: Tensor) -> Plan:
     """(..., N, D) x (..., D, M) -> (..., N, M) with broadcast batches; vectors as in torch."""
-    if func.__name__ == "__rmatmul__":
+    is_reversed = func.__name__ == "__rmatmul__"
+    if is_reversed:
         input, other = other, input
     labels, result = labels_of_matmul(input, other)
-    return contracted(torch.matmul, (input, other), labels, result)
+    plan = contraction(torch.matmul, (input, other), labels, result, names=("input", "other"))
+    return Plan(lambda other, input: plan.compute(input, other), plan.spec) if is_reversed else plan
 
 
 @rule(torch.cdist)
@@ -238,16 +177,12 @@ def distances(
     x1: Tensor,
     x2: Tensor,
     p: float = 2.0,
-    *args: Any,
-    **kwargs: Any,
+    compute_mode: str = "use_mm_for_euclid_dist_if_necessary",
 ) -> ShardTensor:
     """Distances of all pairs: (..., N, D) x (..., M, D) -> (..., N, M), where D is made whole."""
 
     def with_whole_features(x: Tensor) -> Tensor:
         return unshard_dims(x, (x.dim() - 1,)) if isinstance(x, ShardTensor) else x
-
-    def compute(a: Tensor, b: Tensor) -> Tensor:
-        return torch.cdist(a, b, p, *args, **kwargs)
 
     x1 = with_whole_features(x1)
     x2 = with_whole_features(x2)
@@ -258,7 +193,9 @@ def distances(
     )
     longer = x1 if x1.dim() > x2.dim() else x2
     batch = _batch(longer)
-    return contracted(compute, (x1, x2), labels, [*batch, "n", "m"])
+    of_parts = functools.partial(torch.cdist, p=p, compute_mode=compute_mode)
+    compute, spec = contraction(of_parts, (x1, x2), labels, [*batch, "n", "m"])
+    return wrap(compute(x1, x2), spec)
 
 
 def _batch(x):
@@ -291,30 +228,28 @@ def add_product(
 
 
 @rule(*named("outer", "ger"))
-def outer(func: Callable, input: Tensor, vec2: Tensor) -> ShardTensor:
+@planned_of_tensors
+def outer(func: Callable, input: Tensor, vec2: Tensor) -> Plan:
     """(N,) x (M,) -> (N, M)."""
     labels = (["n"], ["m"])
-    return contracted(torch.outer, (input, vec2), labels, ["n", "m"])
-
-
-def plan_of_einsum(func: Callable, equation: str, *operands: Any) -> Plan | None:
-    """A contraction of parts as they are."""
-    tensors, labels, result = labels_of_einsum(func, equation, operands)
-    plan = plan_of_product(func, tensors, labels, result)
-    # Operands that take their part of a plain tensor, say, are not as they are.
-    return Plan(func, plan.spec) if plan and plan.compute is func else None
+    return contraction(torch.outer, (input, vec2), labels, ["n", "m"], names=("input", "vec2"))
 
 
 @rule(torch.einsum)
-@planned_else(plan_of_einsum, takes_tensors=True)
-def einsum(func: Callable, equation: str, *operands: Any) -> ShardTensor:
+@planned_of_tensors
+def einsum(func: Callable, equation: str, *operands: Any) -> Plan:
     """Contract by an equation in which no operand repeats a letter."""
     tensors, labels, result = labels_of_einsum(func, equation, operands)
+    of_parts = functools.partial(torch.einsum, equation)
+    plan = contraction(of_parts, tensors, labels, result)
+    if plan.compute is of_parts:  # the operands are used as they are
+        return Plan(func, plan.spec)
 
-    def compute(*parts: Tensor) -> Tensor:
-        return torch.einsum(equation, *parts)
+    def compute(equation: str, *operands: Any) -> Any:
+        is_list = isinstance(operands[0], list | tuple)
+        return plan.compute(*operands[0]) if is_list else plan.compute(*operands)
 
-    return contracted(compute, tensors, labels, result)
+    return Plan(compute, plan.spec)
 
 
 def labels_of_einsum(

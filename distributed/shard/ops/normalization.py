@@ -195,20 +195,6 @@ def normalized(
     return wrap(y, x.spec), wrap(mean, of_statistics), wrap(var, of_statistics)
 
 
-def scaled(
-    y: ShardTensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    like: Tensor,
-) -> ShardTensor:
-    """Y * weight + bias, in the dtype that the layer gives for an input `like`."""
-    if weight is not None:
-        y = dispatch(torch.mul, y, weight)
-    if bias is not None:
-        y = dispatch(torch.add, y, bias)
-    return dispatch(Tensor.to, y, autocast_dtype(like))
-
-
 def of_channels(weight: MaybeTensor, x: Tensor) -> MaybeTensor:
     """A weight of each channel (C,) in a shape that broadcasts against x (B, C, ...); None stays None."""
     if weight is None:
@@ -276,17 +262,18 @@ def rms_norm(
         y = F.rms_norm(local(x), normalized_shape, weight, eps)
         return wrap(y, spec)
 
-    # By rules of its parts, of which the mean over split dimensions communicates.
-    wide_dtype = torch.promote_types(x.dtype, torch.float32)
-    wide = dispatch(Tensor.to, x, wide_dtype)
-    squares = dispatch(torch.square, wide)
-    mean_square = dispatch(torch.mean, squares, dims, True)
+    y = on_shard_tensors(_divided_by_root_mean_square, x, dims, weight, eps)
+    return dispatch(Tensor.to, y, autocast_dtype(input))
+
+
+def _divided_by_root_mean_square(x, dims, weight, eps):
+    """RMS normalization over dims, whole or split: the mean over split ones communicates."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if eps is None:
         eps = torch.finfo(wide.dtype).eps
-    shifted = dispatch(torch.add, mean_square, eps)
-    inverse_root = dispatch(torch.rsqrt, shifted)  # one number for each row
-    y = dispatch(torch.mul, wide, inverse_root)
-    return scaled(y, weight, None, input)
+    mean_square = wide.square().mean(dims, True)
+    y = wide * (mean_square + eps).rsqrt()
+    return y if weight is None else y * weight
 
 
 def last_dims(

@@ -23,6 +23,7 @@ from distributed.shard.ops.windows import (
     no_outputs,
     ntuple,
     output_shape,
+    pad_whole_dims,
     read_windows,
     spatial_dims_of,
     spatial_rule,
@@ -56,7 +57,7 @@ def max_pool(
     x, out_sizes, _ = fetch_halos(x, splits, window_of, shape, lowest)  # which makes `shape` this rank's
     if 0 in shape:
         return no_outputs(x, shape), out_sizes
-    own_padding = unsplit_padding(window_of, splits)
+    x, own_padding = pad_whole_dims(x, splits, window_of)
     y = func(x, kernel_size, stride, own_padding, dilation, ceil_mode)
     return y, out_sizes
 
@@ -80,7 +81,7 @@ def avg_pool(
     x, out_sizes, own_outputs = fetch_halos(x, splits, window_of, shape, 0)  # which makes it this rank's
     if 0 in shape:
         return no_outputs(x, shape), out_sizes
-    own_padding = unsplit_padding(window_of, splits)
+    x, own_padding = pad_whole_dims(x, splits, window_of)
     divisor = () if DIMENSIONS[func] == 1 else (divisor_override,)  # avg_pool1d has no such argument
     y = func(x, kernel_size, stride, own_padding, ceil_mode, count_include_pad, *divisor)
     if divisor_override is not None:
@@ -128,18 +129,6 @@ def pool_windows(
         if 2 * before > window.reach + 1:
             raise ValueError(f"{func.__name__}: padding {before} is more than half of the window of {kernel}")
     return window_of
-
-
-def unsplit_padding(
-    window_of: dict[int, Window],
-    splits: Splits,
-) -> list[int]:
-    """The padding that the plain operation has still to add: that of dimensions that fetch_halos has not extended."""
-    padding = []
-    for dim, window in window_of.items():
-        missing = 0 if dim in splits else window.before
-        padding.append(missing)
-    return padding
 
 
 @spatial_rule("adaptive_max_pool")

@@ -21,9 +21,8 @@ from distributed.collectives import Sizes
 from distributed.shard.axes import Axes, Axis, check_order, merged, mesh_dims_of, unsplit_axes
 from distributed.shard.operands import global_shape, gradient_spec, local_operand
 from distributed.shard.ops.reductions import dims_of
-from distributed.shard.plans import Plan, planned
+from distributed.shard.plans import Plan, planned, planned_else, planned_of_tensors
 from distributed.shard.redistribute import recut
-from distributed.shard.spec import Spec
 from distributed.shard.tensor import (
     ShardTensor,
     dispatch,
@@ -159,66 +158,72 @@ def _size_of(axes):
     return math.prod(sizes)
 
 
-def reshaped_spec(
-    func: Callable,
-    x: ShardTensor,
-    shape: list[int],
-) -> tuple[Spec, Cut]:
-    """(spec of x in a new global shape, sizes in which it must be cut before: mostly none). One size may be -1.
+def without_memory(sizes: Iterable[int]) -> Tensor:
+    """A tensor of these sizes by which torch's own functions tell the shape that they give."""
+    return torch.empty(tuple(sizes), device="meta")
 
-    Raises RuntimeError for a shape of another number of elements, and no_rule if no sizes keep ranks' pieces together.
+
+def plan_of_shape(func: Callable, x: ShardTensor, shape: Sequence[int]) -> Plan:
+    """Reshape a part to its part of a new global shape, after it is cut in other sizes where it must be.
+
+    Raises no_rule if no sizes keep ranks' pieces together.
     """
-    cut: Cut = {}
-    spec = x.spec
-    count = spec.shape.numel()
-    if -1 in shape:
-        known = -math.prod(shape)  # the product of the other sizes
-        unknown = shape.index(-1)
-        shape[unknown] = count // known if known else 0
-    if math.prod(shape) != count:
-        raise RuntimeError(f"shape '{shape}' is invalid for input of size {count}")
-    with_prefix = [d for d, axes in enumerate(spec.dims) if axes and axes[0].prefix]  # class tokens ahead
+    old = x.spec
+    cut: Cut = {}  # mostly none
+    with_prefix = [d for d, axes in enumerate(old.dims) if axes and axes[0].prefix]  # class tokens ahead
     if with_prefix:
-        dims = regrouped_with_prefix(spec.dims, shape, with_prefix[0], cut)
+        dims = regrouped_with_prefix(old.dims, shape, with_prefix[0], cut)
     else:
-        axes = chain(*spec.dims)
+        axes = chain(*old.dims)
         dims = regrouped(axes, shape, cut)
     if dims is None:
-        raise no_rule(func, (x,), {}, f"the new shape {shape} does not keep the ranks' pieces together")
-    return spec.with_dims(dims), cut
-
-
-@planned
-def reshaped(func: Callable, x: ShardTensor, *shape: Any, **keywords: Any) -> Plan:
-    """The tensor in a new global shape, after it is cut in other sizes where it must be. One size may be -1."""
-    new, cut = reshaped_spec(func, x, list(numbers(shape, keywords)))
-    return plan_of_shape(func, x.spec, new, cut)
-
-
-def plan_of_shape(func: Callable, old: Spec, new: Spec, cut: Cut) -> Plan:
-    """Reshape a part, after it is cut in the sizes of `cut`. new, cut: as reshaped_spec gives them."""
+        raise no_rule(func, (x,), {}, f"the new shape {list(shape)} does not keep the ranks' pieces together")
+    new = old.with_dims(dims)
     # Only view() refuses a tensor that would have to be copied.
     into = Tensor.view if func == Tensor.view else Tensor.reshape
 
-    def compute(x: Tensor, *shape: Any, **keywords: Any) -> Tensor:
+    def compute(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         part = recut(local(x), old, cut)[0] if cut else x
         return into(part, new.local_shape)
 
     return Plan(compute, new)
 
 
-@rule(*named("reshape", "view", "view_as", "reshape_as"))
-def reshape(
-    func: Callable,
-    input: ShardTensor,
-    *shape: Any,
-    **keywords: Any,
-) -> ShardTensor:
-    """Reshape to a global shape, given as numbers, as one tuple, or by another tensor."""
-    arguments = (*shape, *keywords.values())
-    if any(isinstance(x, torch.dtype) for x in arguments):
+@rule(*named("reshape", "view"))
+@planned
+def reshape(func: Callable, input: ShardTensor, *shape: Any, **keywords: Any) -> Plan:
+    """Reshape to a global shape, given as numbers or as one tuple. Raises no_rule for another dtype."""
+    if any(isinstance(x, torch.dtype) for x in (*shape, *keywords.values())):
         raise no_rule(func, (input,), {}, "a view as another dtype")
-    return reshaped(func, input, *shape, **keywords)
+    whole = without_memory(input.spec.shape)
+    return plan_of_shape(func, input, func(whole, *shape, **keywords).shape)
+
+
+@rule(*named("flatten", "ravel"))
+@planned
+def flatten(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> Plan:
+    """Flatten several dimensions to one, which keeps their axes."""
+    whole, part = map(without_memory, (input.spec.shape, input.spec.local_shape))
+    plan = plan_of_shape(func, input, func(whole, *dims, **keywords).shape)
+    # Of a split dimension of size 1, which may join the dimension beside it, all ranks but one hold nothing.
+    is_alike = func(part, *dims, **keywords).shape == plan.spec.local_shape
+    return Plan(func, plan.spec) if is_alike else plan
+
+
+@rule(*named("view_as", "reshape_as"))
+@planned_of_tensors
+def reshape_as(func: Callable, input: ShardTensor, other: Tensor) -> Plan:
+    """Reshape to the global shape of another tensor."""
+    whole = without_memory(input.spec.shape)
+    return plan_of_shape(func, input, whole.view(global_shape(other)).shape)
+
+
+@rule(*named("unflatten"))
+@planned
+def unflatten(func: Callable, input: ShardTensor, dim: int, sizes: Sequence[int]) -> Plan:
+    """Distribute the axes of one dimension over several. One size may be -1."""
+    whole = without_memory(input.spec.shape)
+    return plan_of_shape(func, input, whole.unflatten(dim, sizes).shape)
 
 
 def numbers(
@@ -226,7 +231,7 @@ def numbers(
     keywords: dict[str, Any],
 ) -> tuple[int, ...]:
     """Arguments as a tuple of numbers: 2, 3; (2, 3); a tensor of this shape; or one of them by its name."""
-    # The name of the argument depends on the function: size, shape, other, dims.
+    # The name of the argument depends on the function: size, other, dims.
     given = given or tuple(keywords.values())
     if len(given) == 1 and isinstance(given[0], Tensor):
         return tuple(global_shape(given[0]))
@@ -234,99 +239,24 @@ def numbers(
     return tuple(given[0] if is_one_tuple else given)
 
 
-@rule(*named("flatten", "ravel"))
+@rule(*named("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "mT", "t", "T"))
 @planned
-def flatten(
-    func: Callable,
-    x: ShardTensor,
-    start_dim: int = 0,
-    end_dim: int = -1,
-) -> Plan:
-    """Flatten several dimensions to one, which keeps their axes."""
-    shape = x.spec.shape or (1,)
-    start = start_dim % len(shape)
-    end = end_dim % len(shape)
-    before = shape[:start]
-    behind = shape[end + 1 :]
-    length = math.prod(shape[start : end + 1])
-    new, cut = reshaped_spec(func, x, [*before, length, *behind])
-    # Of a split dimension of size 1, which may join the dimension beside it, all ranks but one hold nothing.
-    local_shape = list(x.spec.local_shape) or [1]
-    local_shape[start : end + 1] = [math.prod(local_shape[start : end + 1])]
-    if not cut and new.local_shape == tuple(local_shape):
-        return Plan(Tensor.flatten, new)
-    return plan_of_shape(func, x.spec, new, cut)
-
-
-@rule(*named("unflatten"))
-def unflatten(
-    func: Callable,
-    x: ShardTensor,
-    dim: int,
-    sizes: Iterable[int],
-) -> ShardTensor:
-    """Distribute the axes of one dimension over several. One size may be -1."""
-    shape = x.spec.shape
-    dim = dim % len(shape)
-    sizes = list(sizes)
-    if -1 in sizes:
-        known = -math.prod(sizes)  # the product of the other sizes
-        unknown = sizes.index(-1)
-        sizes[unknown] = shape[dim] // known
-    if math.prod(sizes) != shape[dim]:
-        raise RuntimeError(f"unflatten: sizes {sizes} do not multiply up to {shape[dim]}, the size of dimension {dim}")
-    before = shape[:dim]
-    behind = shape[dim + 1 :]
-    return reshaped(func, x, (*before, *sizes, *behind))
-
-
-@rule(*named("permute"))
-@planned
-def permute(func: Callable, input: ShardTensor, *dims: Any, **keywords: Any) -> Plan:
-    """Reorder dimensions, given as numbers or as one tuple, together with their axes."""
-    # Axes move with their dimensions, so that no element changes its rank.
-    order = numbers(dims, keywords)
-    spec = input.spec
-    if len(order) != len(spec.dims):
-        raise RuntimeError(f"permute: {len(order)} dimensions of a tensor of {len(spec.dims)}")
-    return Plan(Tensor.permute, spec.with_dims([spec.dims[d] for d in order]))
-
-
-@rule(*named("transpose", "swapaxes", "swapdims"))
-@planned
-def transpose(
-    func: Callable,
-    input: ShardTensor,
-    dim0: int,
-    dim1: int,
-) -> Plan:
-    """Swap two dimensions and their axes."""
-    dims = list(input.spec.dims)
-    dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
-    return Plan(Tensor.transpose, input.spec.with_dims(dims))
-
-
-@rule(*named("mT", "t"))
-def matrix_transpose(func: Callable, input: ShardTensor) -> ShardTensor:
-    """Swap the last two dimensions; a vector stays as it is. t() accepts at most two dimensions."""
-    count = len(input.spec.dims)
-    if count > 2 and func.__name__ == "t":
-        raise RuntimeError(f"t() expects a tensor with <= 2 dimensions, but self is {count}D")
-    return input if count < 2 else transpose(func, input, -2, -1)
-
-
-@rule(*named("T"))
-def reverse_dims(func: Callable, input: ShardTensor) -> ShardTensor:
-    """All dimensions in the opposite order."""
-    count = len(input.spec.dims)
-    order = tuple(reversed(range(count)))
-    return permute(func, input, order)
+def reorder(func: Callable, input: ShardTensor, *args: Any, **kwargs: Any) -> Plan:
+    """Reorder dimensions together with their axes, so that no element changes its rank."""
+    # No two dimensions of this tensor have one size, so that each size tells which dimension has come there.
+    dims = input.spec.dims
+    sizes = range(2, 2 + len(dims))
+    reordered = func(without_memory(sizes), *args, **kwargs)
+    order = [size - 2 for size in reordered.shape]
+    # The tracer cannot read an attribute, such as mT, of the input of a graph.
+    compute = func if args or kwargs else lambda x: x.permute(order)
+    return Plan(compute, input.spec.with_dims([dims[d] for d in order]))
 
 
 @rule(*named("H", "mH", "adjoint"))
 def adjoint(func: Callable, input: ShardTensor) -> ShardTensor:
     """Swap the last two dimensions of the complex conjugate."""
-    transposed = transpose(func, input, -2, -1)  # (..., M, N)
+    transposed = reorder(torch.transpose, input, -2, -1)  # (..., M, N)
     return dispatch(torch.conj, transposed)
 
 
@@ -342,24 +272,6 @@ def complex_view(func: Callable, input: ShardTensor) -> ShardTensor:
     if spec.is_split(-1):
         raise no_rule(func, (input,), {}, "the last dimension is split")
     return wrap(func(input), spec.with_dims(spec.dims[:-1]))
-
-
-@rule(*named("movedim", "moveaxis"))
-def movedim(
-    func: Callable,
-    x: ShardTensor,
-    source: int | Sequence[int],
-    destination: int | Sequence[int],
-) -> ShardTensor:
-    """Move some dimensions to other positions; the rest keep their order."""
-    source = dims_of(x.spec, source)
-    destination = dims_of(x.spec, destination)
-    order = [d for d in range(len(x.spec.dims)) if d not in source]
-    # From the first position to the last, an insertion leaves the earlier ones in place.
-    moves = sorted(zip(destination, source, strict=True))
-    for place, dim in moves:
-        order.insert(place, dim)
-    return permute(func, x, order)
 
 
 @rule(*named("unsqueeze"))
@@ -386,38 +298,39 @@ def squeeze(
     return dispatch(Tensor.__getitem__, x, tuple(index))
 
 
+def plan_of_growth(func: Callable, x: Tensor, *shape: Any, **keywords: Any) -> Plan | None:
+    """Each rank expands its part of a ShardTensor."""
+    if not isinstance(x, ShardTensor):
+        return None
+    spec = x.spec
+    new_shape = without_memory(spec.shape).expand(numbers(shape, keywords)).shape
+    # New dimensions come in front.
+    ahead = len(new_shape) - len(spec.dims)
+    old_shape = (*[1] * ahead, *spec.shape)
+    dims: list[Axes] = [*[()] * ahead, *spec.dims]
+    for dim, size in enumerate(new_shape):
+        if size == old_shape[dim]:
+            continue
+        if mesh_dims_of(dims[dim]):
+            raise no_rule(func, (x,), {}, "a split dimension of size 1 cannot grow")
+        dims[dim] = unsplit_axes(size)
+    new = spec.with_dims(dims)
+    return Plan(lambda x, *args, **kwargs: x.expand(new.local_shape), new)
+
+
 @rule(*named("expand", "expand_as", "broadcast_to"))
-def expand(
-    func: Callable,
-    x: Tensor,
-    *shape: Any,
-    **keywords: Any,
-) -> Tensor:
+@planned_else(plan_of_growth)
+def expand(func: Callable, x: Tensor, *shape: Any, **keywords: Any) -> Tensor:
     """Expand to a global shape; -1 keeps a size. A split dimension of size 1 cannot be expanded.
 
     A plain tensor that is expanded as a ShardTensor is split as that is.
     """
-    if not isinstance(x, ShardTensor):
-        other, *_ = (*shape, *keywords.values())
-        if other.spec.has_order and not x.is_floating_point():  # indices of edges stay constants
-            return x.expand(other.spec.shape)
-        like = gradient_spec(other.spec)
-        part = local_operand(x, like)
-        return wrap(part.expand(like.local_shape), like)
-    shape = numbers(shape, keywords)
-    ahead = len(shape) - len(x.spec.dims)  # new dimensions
-    dims = []
-    sizes = []
-    for dim, size in enumerate(shape):
-        is_new = dim < ahead
-        axes = () if is_new else x.spec.dims[dim - ahead]
-        old_size = None if is_new else x.spec.shape[dim - ahead]
-        grows = size not in (-1, old_size) or is_new
-        if grows and mesh_dims_of(axes):
-            raise no_rule(func, (x,), {}, "a split dimension of size 1 cannot grow")
-        dims.append(unsplit_axes(size) if grows else axes)
-        sizes.append(size if grows else -1)
-    return wrap(x.expand(sizes), x.spec.with_dims(dims))
+    other, *_ = (*shape, *keywords.values())
+    if other.spec.has_order and not x.is_floating_point():  # indices of edges stay constants
+        return x.expand(other.spec.shape)
+    like = gradient_spec(other.spec)
+    part = local_operand(x, like)
+    return wrap(part.expand(like.local_shape), like)
 
 
 @rule(*named("pixel_shuffle"))
@@ -425,9 +338,9 @@ def pixel_shuffle(func: Callable, input: ShardTensor, factor: int) -> ShardTenso
     """(..., C r^2, H, W) -> (..., C, H r, W r)."""
     x = unflatten(func, input, -3, (-1, factor, factor))  # (..., C, r, r, H, W)
     # Each factor goes behind the dimension that it extends.
-    x = movedim(func, x, (-4, -3), (-3, -1))  # (..., C, H, r, W, r)
-    x = flatten(func, x, -2)
-    return flatten(func, x, -3, -2)
+    x = reorder(torch.movedim, x, (-4, -3), (-3, -1))  # (..., C, H, r, W, r)
+    x = flatten(torch.flatten, x, -2)
+    return flatten(torch.flatten, x, -3, -2)
 
 
 @rule(*named("pixel_unshuffle"))
@@ -435,18 +348,12 @@ def pixel_unshuffle(func: Callable, input: ShardTensor, factor: int) -> ShardTen
     """(..., C, H r, W r) -> (..., C r^2, H, W)."""
     x = unflatten(func, input, -1, (-1, factor))
     x = unflatten(func, x, -3, (-1, factor))  # (..., C, H, r, W, r)
-    x = movedim(func, x, (-3, -1), (-4, -3))  # (..., C, r, r, H, W)
-    return flatten(func, x, -5, -3)
+    x = reorder(torch.movedim, x, (-3, -1), (-4, -3))  # (..., C, r, r, H, W)
+    return flatten(torch.flatten, x, -5, -3)
 
 
 @rule(torch.broadcast_tensors)
 def broadcast_tensors(func: Callable, *tensors: Tensor) -> list[Tensor]:
     """All tensors in the shape that they broadcast to."""
     shape = torch.broadcast_shapes(*map(global_shape, tensors))  # global
-    result: list[Tensor] = []
-    for x in tensors:
-        if isinstance(x, ShardTensor):
-            result.append(expand(func, x, shape))
-        else:
-            result.append(x.expand(shape))
-    return result
+    return [expand(func, x, shape) if isinstance(x, ShardTensor) else x.expand(shape) for x in tensors]

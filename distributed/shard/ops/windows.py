@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from distributed.collectives import Group, Sizes, at_least_float32, tensor_on
 from distributed.shard.halo import HaloExchange, Interval, bounds
@@ -272,6 +273,29 @@ def fetch_halos(
         first, last = owned[dim]
         shape[dim] = last - first
     return x, out_sizes, owned
+
+
+def pad_whole_dims(
+    x: Tensor,
+    splits: Splits,
+    window_of: Mapping[int, Window],
+) -> tuple[Tensor, list[int]]:
+    """(x, padding that the plain operation has still to add at both ends of each spatial dimension).
+
+    Split dimensions get their padding with their halos. The plain operation pads both ends of a whole dimension by the
+    same number. Where they differ, x is padded here.
+    """
+    own_padding = []
+    for dim, window in window_of.items():
+        is_whole = dim not in splits
+        is_even = window.before == window.after
+        missing = window.before if is_whole and is_even else 0
+        own_padding.append(missing)
+        if is_whole and not is_even:
+            # F.pad takes a pair (before, after) for each dimension, the last dimension first.
+            later_dims = [0, 0] * (x.ndim - 1 - dim)
+            x = F.pad(x, [*later_dims, window.before, window.after])
+    return x, own_padding
 
 
 def read_windows(

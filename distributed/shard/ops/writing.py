@@ -7,24 +7,19 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from distributed.shard.axes import mesh_dims_of, unsplit_axes
 from distributed.shard.hacks import adopt
-from distributed.shard.operands import check_writable, global_shape, gradient_spec, local_operand, sum_partial
+from distributed.shard.operands import check_writable, gradient_spec, local_operand, sum_partial
 from distributed.shard.ops.elementwise import is_for_all, take_part
 from distributed.shard.ops.indexing import dims_taken, getitem, index_items, locate
 from distributed.shard.ops.lookup import mask_of
 from distributed.shard.spec import Spec, cut_over
-from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, rule, wrap
+from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, on_shard_tensors, rule, wrap
 from utils.torch_private import storage_id
-
-# torch.compile cannot trace a union of these types.
-ARRAYS = list, np.ndarray
-NUMBERS = Tensor, np.integer
 
 
 @rule(Tensor.__setitem__)
@@ -51,26 +46,25 @@ def setitem(
     if selects_elements and not isinstance(value, Tensor):
         dispatch(Tensor.masked_fill_, x, mask, value)
         return
-    items = _as_items(index)
+    items = index_items(func, x, index)
     has_places = any(_is_of_places(item) for item in items)
     if has_places:
         _write_places(func, x, items, value)
         return
-    _write_slices(func, x, index, value)
+    _write_slices(func, x, items, value)
 
 
 def _write_slices(
     func: Callable,
     x: ShardTensor,
-    index: Any,
+    items: list[Any],
     value: Any,
 ) -> None:
     """Assign to what slices and numbers select."""
-    items = index_items(func, x, index)
     spec, local_index = locate(func, x, items)  # spec: of x[index]
     if isinstance(value, Tensor):
         value = sum_partial(value)
-        value = _without_leading_ones(value, len(spec.dims))
+        value = on_shard_tensors(_without_leading_ones, value, len(spec.dims))
         # A row of a split dimension is a partial tensor: only its owner uses its copy of the value.
         value = local_operand(value, gradient_spec(spec), spec)
     # A rank that holds none of the rows still takes part in the backward pass of the value.
@@ -104,27 +98,12 @@ def _steps(x: Tensor) -> list[tuple[int, int]]:
 
 def _without_leading_ones(value: Tensor, most: int) -> Tensor:
     """The value without dimensions of size 1 in front, which assignment ignores. most: dimensions that are left."""
-    while value.dim() > most and global_shape(value)[0] == 1:
-        is_split = isinstance(value, ShardTensor)
-        value = getitem(Tensor.__getitem__, value, 0) if is_split else value[0]
+    while value.dim() > most and value.shape[0] == 1:
+        value = value[0]
     return value
 
 
 # ---- masks and tensors of indices
-
-
-def _as_items(index: Any) -> list[Any]:
-    """The items of an index: lists and arrays as tensors, a single number as int."""
-    # torch takes lists, ranges and arrays for tensors of indices.
-    items = list(index) if isinstance(index, tuple) else [index]
-    for number, item in enumerate(items):
-        if isinstance(item, range):
-            item = list(item)
-        if isinstance(item, ARRAYS):
-            items[number] = torch.as_tensor(item)
-        elif isinstance(item, NUMBERS) and item.ndim == 0:
-            items[number] = item.__index__()
-    return items
 
 
 def _is_of_places(item: Any) -> bool:
@@ -142,7 +121,6 @@ def _write_places(
 
     The places become one mask over these dimensions, the same on every rank, of which each rank takes its part.
     """
-    items = _without_ellipsis(items, x.dim())
     chosen = _selecting_items(func, x, items)
     first = chosen[0]
 
@@ -159,34 +137,37 @@ def _write_places(
     count = sum(map(dims_taken, selectors))
     after = view.dim() - first - count
     place_shape = view.spec.shape[first : first + count]
-    ones = [1] * after  # a mask broadcasts over the dimensions behind it
-
-    has_split_mask = any(isinstance(item, ShardTensor) for item in selectors)
-    if has_split_mask:
-        _write_split_mask(func, view, selectors, after, value)
-        return
+    is_one_mask = len(selectors) == 1 and selectors[0].dtype == torch.bool
     is_one_number = not isinstance(value, Tensor) or value.dim() == 0
-    is_mask = len(selectors) == 1 and selectors[0].dtype == torch.bool
-    if is_one_number and is_mask and selectors[0].shape == place_shape:
+
+    if any(isinstance(item, ShardTensor) for item in selectors):
+        # The value broadcasts over the dimensions behind those of the mask.
+        mask = selectors[0]
+        is_one_value = is_one_number or value.dim() <= after
+        if not is_one_mask or not is_one_value:
+            raise no_rule(func, (view, mask), {}, "many values by a mask that is a ShardTensor")
+    elif is_one_number and is_one_mask and selectors[0].shape == place_shape:
         # The host need not know which places these are, for which it would wait for the device.
         mask = selectors[0].to(x.device)
-        over_after = mask.reshape(*mask.shape, *ones)
-        dispatch(Tensor.masked_fill_, view, over_after, value)
-        check_writable(x)
-        return
-
-    # In general the indices become a mask over the places, and a value for each of them.
-    mask, order, shape = _mask_of_places(selectors, place_shape, x.device)
-    over_after = mask.reshape(*mask.shape, *ones)  # (*places, 1, ...)
-    if is_one_number:
-        dispatch(Tensor.masked_fill_, view, over_after, value)
     else:
-        most = first + len(shape) + after
-        value = _without_leading_ones(value, most)
-        spread = _spread(value, order, shape, after)  # (before, *places, after)
-        changed = dispatch(torch.where, over_after, spread, view)
-        dispatch(Tensor.copy_, view, changed)
+        # In general the indices become a mask over the places, and a value for each of them.
+        mask, order, shape = _mask_of_places(selectors, place_shape, x.device)
+        if not is_one_number:
+            most = first + len(shape) + after
+            value = on_shard_tensors(_spread, value, most, order, shape, after)  # (before, *places, after)
+    on_shard_tensors(_fill, view, mask, value, after)
     check_writable(x)
+
+
+def _fill(x: Tensor, mask: Tensor, value: Any, after: int) -> None:
+    """Assign to the places of a mask in x (before, *places, after): a number, or what broadcasts against x."""
+    ones = [1] * after
+    over_after = mask.reshape(*mask.shape, *ones)  # (*places, 1, ...)
+    has_dims = isinstance(value, Tensor) and value.dim()
+    if has_dims:
+        x.copy_(torch.where(over_after, value, x))
+    else:
+        x.masked_fill_(over_after, value)
 
 
 def _selecting_items(func: Callable, x: ShardTensor, items: list[Any]) -> list[int]:
@@ -201,19 +182,6 @@ def _selecting_items(func: Callable, x: ShardTensor, items: list[Any]) -> list[i
     if not are_adjacent:
         raise no_rule(func, (x,), {}, "masks and tensors of indices that do not lie side by side")
     return chosen
-
-
-def _without_ellipsis(items: list[Any], dims: int) -> list[Any]:
-    """The items, with a slice for each dimension that no item stands for."""
-    taken = [dims_taken(item) for item in items if item is not Ellipsis]
-    missing = dims - sum(taken)
-    if missing < 0:
-        raise IndexError(f"too many indices for tensor of dimension {dims}")
-    # Slices of all rows stand in the place of an Ellipsis, or at the end.
-    places = [number for number, item in enumerate(items) if item is Ellipsis]
-    at = places[0] if places else len(items)
-    slices = [slice(None)] * missing
-    return [*items[:at], *slices, *items[at + 1 :]]
 
 
 def _mask_of_places(
@@ -262,66 +230,37 @@ def _mask_of_places(
     return mask.view(*shape), order.view(*shape), numbers.shape
 
 
-def _call(func: Callable, x: Tensor, *args: Any) -> Tensor:
-    """A function of a ShardTensor, by its rule, or of a plain tensor."""
-    if isinstance(x, ShardTensor):
-        return dispatch(func, x, *args)
-    return func(x, *args)
-
-
 def _spread(
     value: Tensor,
+    most: int,
     order: Tensor,
     shape: Sequence[int],
     after: int,
 ) -> Tensor:
-    """The value of each place, (before, *places, after), of values (before, *shape, after) or what broadcasts to it."""
+    """The value of each place, (before, *places, after), of values (before, *shape, after) or what broadcasts to it.
+
+    most: dimensions of these.
+    """
+    value = _without_leading_ones(value, most)
     count = len(shape)
     while value.dim() < count + after:
-        value = _call(torch.unsqueeze, value, 0)
+        value = value.unsqueeze(0)
     first = value.dim() - count - after
-    sizes = global_shape(value)
-    before = sizes[:first]
-    of_values = sizes[first : first + count]
-    behind = sizes[first + count :]
+    before = value.shape[:first]
+    of_values = value.shape[first : first + count]
+    behind = value.shape[first + count :]
     is_one_value = all(size == 1 for size in of_values)
     if is_one_value:  # it broadcasts over all places
         ones = [1] * order.dim()
-        return _call(torch.reshape, value, (*before, *ones, *behind))
+        return value.reshape(*before, *ones, *behind)
 
     # The values in a row, of which each place takes the one with its number in `order`.
     unchanged_before = [-1] * first
     unchanged_after = [-1] * after
-    every = _call(Tensor.expand, value, [*unchanged_before, *shape, *unchanged_after])
-    in_order = _call(torch.reshape, every, (*before, math.prod(shape), *behind))
-    spread = _call(torch.index_select, in_order, first, order.reshape(-1))  # (before, places, after)
-    return _call(torch.reshape, spread, (*before, *order.shape, *behind))
-
-
-def _write_split_mask(
-    func: Callable,
-    view: ShardTensor,
-    selectors: list[Any],
-    after: int,
-    value: Any,
-) -> None:
-    """Assign one value to the places of a mask that is split itself: x[x > 1] = 0."""
-    # The value broadcasts over the dimensions behind those of the mask.
-    mask = selectors[0]
-    is_one_value = not isinstance(value, Tensor) or value.dim() <= after
-    is_one_mask = len(selectors) == 1 and mask.dtype == torch.bool
-    if not is_one_mask or not is_one_value:
-        raise no_rule(func, (view, mask), {}, "many values by a mask that is a ShardTensor")
-    over_after = mask
-    if after:
-        ones = [1] * after
-        over_after = dispatch(torch.reshape, mask, (*global_shape(mask), *ones))
-    has_dims = isinstance(value, Tensor) and value.dim()
-    if has_dims:
-        changed = dispatch(torch.where, over_after, value, view)
-        dispatch(Tensor.copy_, view, changed)
-    else:
-        dispatch(Tensor.masked_fill_, view, over_after, value)
+    every = value.expand(*unchanged_before, *shape, *unchanged_after)
+    in_order = every.reshape(*before, math.prod(shape), *behind)
+    spread = in_order.index_select(first, order.reshape(-1))  # (before, places, after)
+    return spread.reshape(*before, *order.shape, *behind)
 
 
 def _spec_of_target(
@@ -335,7 +274,7 @@ def _spec_of_target(
     whole = wrap(x.detach(), target)
     items = [item for item in index_items(func, whole, index) if item is not None]
     if any(isinstance(item, Tensor) for item in items):
-        raise no_rule(func, (whole,), {}, "into a plain tensor, by a tensor of indices")
+        raise no_rule(func, (whole,), {}, "into a plain tensor, by a mask or a tensor of indices")
 
     # The dimensions that slices leave take the splits of the value's, counted from the last one as in broadcasting.
     dims = list(target.dims)
