@@ -24,9 +24,9 @@ from distributed.collectives import (
     copy_to_region,
     reduce_from_region,
 )
+from distributed.shard.core.spec import Shares
 from distributed.shard.ops.normalization import Normal, of_channels, update
 from distributed.shard.ops.reductions import autocast_dtype
-from distributed.shard.spec import Shares
 from distributed.shard_tensor import ShardTensor, local, sum_partial, whole_weight, wrap
 
 EQUAL = Fraction(1)

@@ -28,13 +28,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from distributed.checks.ties import tie_pieces, tied_names
 from distributed.context_parallel import check_attention
 from distributed.protocol import SplittableAttention, points_kept_together
-from distributed.shard.axes import Axes, Axis, merged, unsplit_axes
-from distributed.shard.calls import INSIDE
-from distributed.shard.hacks import with_plain_base
-from distributed.shard.operands import to_spec
-from distributed.shard.order import in_global_order
-from distributed.shard.spec import Mesh, Spec, as_mesh
-from distributed.shard.tensor import find_libraries
+from distributed.shard.core.axes import Axes, Axis, merged, unsplit_axes
+from distributed.shard.core.calls import INSIDE
+from distributed.shard.core.hacks import with_plain_base
+from distributed.shard.core.operands import to_spec
+from distributed.shard.core.order import in_global_order
+from distributed.shard.core.spec import Mesh, Spec, as_mesh
+from distributed.shard.core.tensor import find_libraries
 from distributed.shard_tensor import (
     ShardTensor,
     local,

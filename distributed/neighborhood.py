@@ -27,10 +27,9 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_leaves
 
-from distributed.shard.halo import Interval
-from distributed.shard.operands import sum_partial
-from distributed.shard.ops.windows import no_outputs, ntuple, request
-from distributed.shard.tensor import (
+from distributed.shard.core.halo import Interval
+from distributed.shard.core.operands import sum_partial
+from distributed.shard.core.tensor import (
     LIBRARIES,
     RULES,
     ShardTensor,
@@ -40,6 +39,7 @@ from distributed.shard.tensor import (
     rule,
     wrap,
 )
+from distributed.shard.ops.windows import no_outputs, ntuple, request
 from networks.neighborhood import attend_windows, neighborhood_attention, per_axis, window_starts
 from networks.vit import PerAxis
 

@@ -232,7 +232,7 @@ class ParallelModel:
 
 def make_buffers_whole(model: nn.Module) -> None:
     """Replace each buffer that is a ShardTensor by the whole tensor, in place. Its ranks call this together."""
-    from distributed.shard.tensor import ShardTensor  # only rung 4 needs it
+    from distributed.shard.core.tensor import ShardTensor  # only rung 4 needs it
 
     for module in model.modules():
         for name, buffer in module._buffers.items():

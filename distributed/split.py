@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from distributed.shard.spec import Spec
+from distributed.shard.core.spec import Spec
 from networks.vit import PerAxis, per_axis
 from utils import comm
 from utils.errors import LayoutError

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from distributed.collectives import shard
-from distributed.shard.redistribute import as_dtensor
-from distributed.shard.spec import part_of
-from distributed.shard.tensor import wrap
+from distributed.shard.core.redistribute import as_dtensor
+from distributed.shard.core.spec import part_of
+from distributed.shard.core.tensor import wrap
 from distributed.split import Split
 from utils import comm
 from utils.torch_private import is_dtensor

@@ -12,7 +12,7 @@ from distributed.attention import METHODS
 from distributed.collectives import shard_sizes
 from distributed.data_parallel import DataParallelOptions, data_parallel
 from distributed.domain_parallel import DomainOptions, domain_parallel, shard_parameters, split_images
-from distributed.shard.axes import unsplit_axes
+from distributed.shard.core.axes import unsplit_axes
 from distributed.shard_tensor import ShardTensor
 from distributed.split import per_axis
 from networks.vit import ViT

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from distributed.shard import fallback
+from distributed.shard.missing_rules import fallback
 from tests.support import programs
 from tests.support.launch import losses, torchrun
 from tests.support.layout_parity import own_part, train_steps

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from distributed import attention_kernels
-from distributed.shard.spec import as_mesh
+from distributed.shard.core.spec import as_mesh
 from tests.support.refusals import refusal
 from training.checkpoints import folder as checkpoint
 from training.checkpoints import state as checkpoint_state

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from distributed.collectives import as_group
-from distributed.shard.halo import HaloExchange, bounds
+from distributed.shard.core.halo import HaloExchange, bounds
 from tests.support.shard_parity import messages
 from tools.instruments.counting import CollectiveCounter
 

@@ -10,8 +10,8 @@ from torch._dynamo.variables import torch_function
 from torch.distributed.tensor import Shard
 from torch.overrides import TorchFunctionMode
 
-from distributed.shard import compiled
-from distributed.shard.spec import spec_of
+from distributed.shard.core import compiled
+from distributed.shard.core.spec import spec_of
 from distributed.shard_tensor import part_of, wrap
 from tests.support.compiled_parity import check_compiled
 from tests.support.marks import needs_torch

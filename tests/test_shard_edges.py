@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from distributed.shard import constants
+from distributed.shard.core import constants
 from distributed.shard_tensor import local
 from tests.support.compiled_parity import check_compiled
 from tests.support.marks import needs_torch, slow_but
@@ -180,7 +180,7 @@ def nothing_received(rows, sent, received, group):
 @pytest.mark.parametrize("code", ["x[:, s] * y[:, t]", "x[:, k]", "y.index_add(1, t, x[:, s])"])
 def test_a_missing_exchange_is_noticed(ranks, code):
     (case,) = cases_of([code], BANDS)
-    found = ranks(3, without, "distributed.shard.order.all_to_all", nothing_received, case)
+    found = ranks(3, without, "distributed.shard.core.order.all_to_all", nothing_received, case)
     assert any(message and "output 0" in message for message in found)
 
 

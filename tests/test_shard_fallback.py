@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distributed.shard import fallback
+from distributed.shard.missing_rules import fallback
 from distributed.shard_tensor import ShardTensor, set_fallback
 from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, evaluate, split, without
 from tools.instruments.counting import CollectiveCounter

@@ -1,4 +1,4 @@
-"""What distributed/shard/hacks.py rests on in torch, each thing by itself."""
+"""What distributed/shard/core/hacks.py rests on in torch, each thing by itself."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ from torch.autograd import Function
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
-from distributed.shard import hacks
-from distributed.shard.spec import spec_of
-from distributed.shard.tensor import NoRule, ShardTensor
+from distributed.shard.core import hacks
+from distributed.shard.core.spec import spec_of
+from distributed.shard.core.tensor import NoRule, ShardTensor
 from tests.support.shard_parity import domain_mesh
 from utils.torch_private import storage_id
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from distributed.shard.spec import part_of
+from distributed.shard.core.spec import part_of
 from distributed.shard_tensor import ShardTensor, local
 from tests.support.marks import needs_torch
 from tests.support.parity import error

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.overrides import get_overridable_functions
 
-from distributed.shard.tensor import RULES
+from distributed.shard.core.tensor import RULES
 from tests.support.marks import slow_but
 from tests.support.shard_parity import Case, X, check_all
 

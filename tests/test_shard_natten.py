@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 
 from distributed import neighborhood as natten_rule
 from distributed.domain_parallel import domain_parallel
-from distributed.shard.fallback import calls
+from distributed.shard.missing_rules.fallback import calls
 from distributed.shard.ops import windows
 from distributed.shard_tensor import ShardTensor, set_fallback
 from tests.support.marks import needs_torch, slow_but

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from distributed.shard import halo
+from distributed.shard.core import halo
 from tests.support.shard_parity import Case, X, domain_mesh, draw, evaluate, hand_on, refused, split, without
 from utils.torch_private import VERSION
 
@@ -497,8 +497,8 @@ def no_halo(coming, arrived=halo.wait):
     return arrived(coming) * 0
 
 
-RULES, OPERANDS = "distributed.shard.ops", "distributed.shard.operands.copy_to_region"
-SUMS, EXCHANGE = "distributed.collectives._all_reduce", "distributed.shard.redistribute.all_to_all"
+RULES, OPERANDS = "distributed.shard.ops", "distributed.shard.core.operands.copy_to_region"
+SUMS, EXCHANGE = "distributed.collectives._all_reduce", "distributed.shard.core.redistribute.all_to_all"
 SAMPLES = "F.grid_sample(x[:, None], x[..., None, :2].tanh())"
 KEYS = "F.scaled_dot_product_attention(x, x[:, 2:5], x[:, 2:5])"
 WITHOUT = [  # the collective, what stands in its place, an expression, what is wrong then
@@ -511,7 +511,7 @@ WITHOUT = [  # the collective, what stands in its place, an expression, what is 
     (SUMS, hand_on, "x.mean(1).exp()", "output 0"),
     (EXCHANGE, nothing_received, "torch.fft.fft(x, dim=1)", "output 0"),
     (EXCHANGE, nothing_received, "x.sort(1)", "output 0"),
-    ("distributed.shard.halo.wait", no_halo, "F.max_pool1d(x.mT, 3, 1, 1)", "output 0"),
+    ("distributed.shard.core.halo.wait", no_halo, "F.max_pool1d(x.mT, 3, 1, 1)", "output 0"),
 ]
 
 

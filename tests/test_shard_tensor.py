@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from distributed.shard.plans import MOST_PLANS
-from distributed.shard.spec import Spec, as_mesh, part_of, spec_of
+from distributed.shard.core.plans import MOST_PLANS
+from distributed.shard.core.spec import Spec, as_mesh, part_of, spec_of
 from distributed.shard_tensor import ShardTensor, local, scatter_tensor
 from tests.support.shard_parity import Case, X, check_all, domain_mesh, draw, split
 from tools.instruments.counting import CollectiveCounter

@@ -7,6 +7,6 @@ a Spec speaks of the whole; and `dispatch(func, x)` calls the rule of another fu
 extra/ a method of a tensor is local, and only dispatch is global; extra/composed.py and extra/formulas.py write
 everything in terms of the whole.
 
-Here: the class (tensor.py), the Spec (spec.py, axes.py), plans of calls that are kept (plans.py), moving rows
-(redistribute.py, halo.py, order.py), what has no rule (fallback.py) and compiled code (compiled.py).
+In core/: the class (tensor.py), the Spec (spec.py, axes.py), plans of calls that are kept (plans.py), moving rows
+(redistribute.py, halo.py, order.py) and compiled code (compiled.py). In missing_rules/: what has no rule.
 """

@@ -15,7 +15,7 @@ from torch import nn
 
 from distributed import model_parallel
 from distributed.collectives import as_group
-from distributed.shard import halo
+from distributed.shard.core import halo
 from tools.instruments.ranks import Case, Process, Teams
 from tools.layout_check.check import cases_of, default_dtype, record_serially, train_layout
 from tools.layout_check.differences import TOLERANCES, errors_of

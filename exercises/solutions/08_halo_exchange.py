@@ -7,7 +7,7 @@ and the gradients are wrong along every seam.
 
 Fill in both. At the top and at the bottom of the image the halo is 0, and its gradient goes nowhere.
 
-Done for real in distributed/shard/halo.py (HaloExchange). Chapter: docs/domain_parallel.md, "Halos".
+Done for real in distributed/shard/core/halo.py (HaloExchange). Chapter: docs/domain_parallel.md, "Halos".
 """
 
 from typing import Any

@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.nn import functional as F
 
-from distributed.shard.compiled import refusal_of
+from distributed.shard.core.compiled import refusal_of
 from distributed.shard_tensor import ShardTensor, part_of, wrap
 from tests.support.shard_parity import close, domain_mesh, draw, outputs, split, tolerance
 

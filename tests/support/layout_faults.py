@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from distributed import collectives, data_parallel, model_parallel
 from distributed.parallel_model import ParallelModel
-from distributed.shard import halo
-from distributed.shard.tensor import RULES, wrap
+from distributed.shard.core import halo
+from distributed.shard.core.tensor import RULES, wrap
 from training import assembly
 from training.step import step
 from training.tasks import Task
@@ -133,7 +133,7 @@ def weights_of_another_seed():
 @contextmanager
 def no_halo():
     real = halo._packed
-    with mock.patch("distributed.shard.halo._packed", lambda *args: real(*args) * 0):
+    with mock.patch("distributed.shard.core.halo._packed", lambda *args: real(*args) * 0):
         yield
 
 

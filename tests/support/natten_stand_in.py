@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-from distributed.shard.tensor import find_libraries
+from distributed.shard.core.tensor import find_libraries
 
 NAMES = ("natten", "natten.functional", "users_model")
 

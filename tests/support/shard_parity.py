@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
-from distributed.shard.spec import spec_of
+from distributed.shard.core.spec import spec_of
 from distributed.shard_tensor import ShardTensor, local, part_of, wrap
 from tests.support.parity import error
 from tools.instruments.counting import CollectiveCounter

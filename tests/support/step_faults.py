@@ -15,9 +15,9 @@ from distributed import batch_norm, data_parallel, weight_shards
 from distributed.attention import METHODS
 from distributed.parallel_model import ParallelModel
 from distributed.pipeline import Pipeline
-from distributed.shard import halo
+from distributed.shard.core import halo
+from distributed.shard.core.tensor import dispatch
 from distributed.shard.ops import normalization
-from distributed.shard.tensor import dispatch
 from tests.support.layout_faults import (
     CONV,
     NORMS,

@@ -81,7 +81,7 @@ def leave_groups():
     groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
     if groups:
         dist.barrier()  # nobody may still wait for what this rank sends
-        for name in ("utils.comm", "distributed.shard.spec", "tests.support.shard_parity"):
+        for name in ("utils.comm", "distributed.shard.core.spec", "tests.support.shard_parity"):
             if name in sys.modules:
                 sys.modules[name]._meshes.clear()
         for group in groups:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distributed.shard.tensor import LocalTensors
+from distributed.shard.core.tensor import LocalTensors
 from utils.torch_private import group_named
 
 # Of an operator's name, without underscores and without the i of isend, one of these is the beginning.

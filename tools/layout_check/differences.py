@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from distributed.shard.spec import part_of
+from distributed.shard.core.spec import part_of
 from tools.layout_check.record import BATCH, CLIPPED, EVALUATION, FORWARD, GRADIENT, INPUT, UPDATES, Key, Part, Record
 from tools.layout_check.recording import rounding_of
 from utils import comm

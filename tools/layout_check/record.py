@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from distributed.shard.operands import sum_partial
-from distributed.shard.spec import Spec
-from distributed.shard.tensor import ShardTensor, local
+from distributed.shard.core.operands import sum_partial
+from distributed.shard.core.spec import Spec
+from distributed.shard.core.tensor import ShardTensor, local
 from training.step.speed_options import blocks_of
 from training.step.step import TrainingStep
 from utils.device import device_module

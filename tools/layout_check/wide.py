@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn, overrides
 
 from distributed.checks.ties import keep_ties
-from distributed.shard.calls import passes_on
+from distributed.shard.core.calls import passes_on
 from training.assembly import build_step
 from training.models.build import LOOKING_ON, build_model
 from training.step.speed_options import lock_progress_bars_by_threads

@@ -31,7 +31,7 @@ from distributed.checks.usage import parameters_behind
 from distributed.collectives import shard_sizes
 from distributed.data_parallel import DataParallelOptions, fully_shard_model
 from distributed.pipeline import Pipeline
-from distributed.shard import constants
+from distributed.shard.core import constants
 from distributed.split import Split, own_window
 from tools.planner.fake_kernels import kernels_with_statistics
 from utils import comm

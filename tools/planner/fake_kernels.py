@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from distributed.shard.tensor import rules_apply
+from distributed.shard.core.tensor import rules_apply
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distributed.collectives import as_group, at_least_float32, sum_over_ranks
 from distributed.context_parallel import l2_norms
-from distributed.shard.tensor import ShardTensor
+from distributed.shard.core.tensor import ShardTensor
 from training.forecasting.metrics import latitude_weights
 from utils.errors import UsageError, nearest
 from utils.schema import Config

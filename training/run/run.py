@@ -134,7 +134,7 @@ class Run:
             synchronize(self.device)
         self.step.captured.clear()  # who leaves a process group waits until no CUDA graph holds NCCL's collectives
         if comm.get_size("domain") > 1:
-            from distributed.shard import fallback  # only rung 4 has imported it
+            from distributed.shard.missing_rules import fallback  # only rung 4 has imported it
 
             for line in fallback.fallback_lines():  # operations and results that were not split
                 log.info(line)

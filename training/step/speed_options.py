@@ -95,7 +95,7 @@ def compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A function compiled as one graph; its call raises UsageError where torch.compile cannot trace it."""
     from torch._dynamo.exc import TorchDynamoException  # slow to import
 
-    from distributed.shard.compiled import refusal_of
+    from distributed.shard.core.compiled import refusal_of
 
     # Each block is a graph of its own already: torch need not cut it at the buckets of DistributedDataParallel.
     torch._dynamo.config.optimize_ddp = False

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from distributed.collectives import Group, all_to_all, as_group
-from distributed.shard.redistribute import chunk_sizes_of
+from distributed.shard.core.redistribute import chunk_sizes_of
 from utils import comm
 from utils.layout import Sizes, shard_sizes
 from utils.torch_private import is_dtensor

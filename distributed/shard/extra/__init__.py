@@ -1,6 +1,6 @@
 """Rules that few models need: Fourier transforms, sampling, NATTEN, recurrent layers, losses, derivatives, formulas.
 
-Importing this package registers them all. Nothing imports from here; they may import distributed.shard and its ops.
+Importing this package registers them all. Nothing imports from here; they may import core and ops.
 """
 
 import importlib

@@ -3,6 +3,7 @@
 For any function that is not named here, the rows are brought into their global order first.
 """
 
+from distributed.shard.core.tensor import RULES, named
 from distributed.shard.extra import composed, derivatives, losses
 from distributed.shard.ops import (
     attributes,
@@ -18,7 +19,6 @@ from distributed.shard.ops import (
     views,
 )
 from distributed.shard.ops.edges import IN_ANY_ORDER
-from distributed.shard.tensor import RULES, named
 
 # All rules of some modules, and some rules of others.
 MODULES = (

@@ -13,12 +13,9 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from distributed.collectives import reduce_from_region
-from distributed.shard.hacks import without_dispatch
-from distributed.shard.operands import sum_partial
-from distributed.shard.ops.elementwise import own_stream
-from distributed.shard.ops.reductions import drop_dims
-from distributed.shard.ops.windows import PerAxis, ntuple, windows_of
-from distributed.shard.tensor import (
+from distributed.shard.core.hacks import without_dispatch
+from distributed.shard.core.operands import sum_partial
+from distributed.shard.core.tensor import (
     NoRule,
     ShardTensor,
     composed,
@@ -29,6 +26,9 @@ from distributed.shard.tensor import (
     rule,
     wrap,
 )
+from distributed.shard.ops.elementwise import own_stream
+from distributed.shard.ops.reductions import drop_dims
+from distributed.shard.ops.windows import PerAxis, ntuple, windows_of
 
 BODIES: list[Any] = [
     F.multi_head_attention_forward,

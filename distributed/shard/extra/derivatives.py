@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from distributed.shard.axes import unsplit_axes
-from distributed.shard.operands import as_replicated, gradient_spec, sum_partial, to_spec
-from distributed.shard.spec import Mesh, Spec
-from distributed.shard.tensor import AsShardTensors, ShardTensor, local, rule, wrap
+from distributed.shard.core.axes import unsplit_axes
+from distributed.shard.core.operands import as_replicated, gradient_spec, sum_partial, to_spec
+from distributed.shard.core.spec import Mesh, Spec
+from distributed.shard.core.tensor import AsShardTensors, ShardTensor, local, rule, wrap
 from utils.errors import UsageError
 
 

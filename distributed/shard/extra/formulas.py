@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from distributed.shard.core.tensor import composed_as, named
 from distributed.shard.ops.normalization import of_channels
-from distributed.shard.tensor import composed_as, named
 
 
 def _bilinear(input1, input2, weight, bias=None):

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from distributed.shard.core.tensor import ShardTensor, dispatch, rule
 from distributed.shard.ops.along import on_whole
 from distributed.shard.ops.reductions import Dims, dims_of
-from distributed.shard.tensor import ShardTensor, dispatch, rule
 
 FOURIER = [
     torch.fft.fft,

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import _reduction
 from torch.nn import functional as F
 
-from distributed.shard.axes import unsplit_axes
-from distributed.shard.operands import global_shape, local_operand, sum_partial, whole_weight
+from distributed.shard.core.axes import unsplit_axes
+from distributed.shard.core.operands import global_shape, local_operand, sum_partial, whole_weight
+from distributed.shard.core.tensor import ShardTensor, dispatch, local, named, no_rule, on_shard_tensors, rule, wrap
 from distributed.shard.ops.elementwise import broadcast
 from distributed.shard.ops.reductions import autocast_dtype, drop_dims, reduced_spec
-from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, on_shard_tensors, rule, wrap
 
 
 @rule(*named("softmax", "log_softmax"))

@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed.shard.axes import unsplit_axes
-from distributed.shard.operands import (
+from distributed.shard.core.axes import unsplit_axes
+from distributed.shard.core.operands import (
     as_replicated,
     global_shape,
     local_operand,
     sum_partial,
     whole_weight,
 )
+from distributed.shard.core.tensor import ShardTensor, dispatch, no_rule, rule
 from distributed.shard.ops.along import on_whole, unshard_dims
-from distributed.shard.tensor import ShardTensor, dispatch, no_rule, rule
 
 
 @rule(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)

@@ -12,13 +12,13 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 
 from distributed.collectives import all_gather
-from distributed.shard.axes import mesh_dims_of, unsplit_axes
-from distributed.shard.halo import HaloExchange, Interval, bounds
-from distributed.shard.operands import as_replicated, sum_grad_over_replicas, sum_partial, to_spec
+from distributed.shard.core.axes import mesh_dims_of, unsplit_axes
+from distributed.shard.core.halo import HaloExchange, Interval, bounds
+from distributed.shard.core.operands import as_replicated, sum_grad_over_replicas, sum_partial, to_spec
+from distributed.shard.core.spec import Spec
+from distributed.shard.core.tensor import ShardTensor, rule, wrap
 from distributed.shard.ops.along import unshard_dims
 from distributed.shard.ops.windows import Splits, no_outputs, splits_of
-from distributed.shard.spec import Spec
-from distributed.shard.tensor import ShardTensor, rule, wrap
 
 FIRST_SPATIAL = 2  # dimension of images (B, C, ...)
 

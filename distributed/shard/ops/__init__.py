@@ -1,6 +1,6 @@
 """The rules that most models need, one for each torch function. Importing this package registers them all.
 
-They give others what a rule is made of (Window, Normal, unshard_dims), and may import distributed.shard alone.
+They give others what a rule is made of (Window, Normal, unshard_dims), and may import distributed.shard.core alone.
 """
 
 import importlib

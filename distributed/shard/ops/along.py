@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from distributed.shard.axes import unsplit_axes
-from distributed.shard.operands import (
+from distributed.shard.core.axes import unsplit_axes
+from distributed.shard.core.operands import (
     gradient_spec,
     redistribute,
     sum_partial,
     to_spec,
     whole_weight,
 )
+from distributed.shard.core.redistribute import sizes_of
+from distributed.shard.core.spec import Spec
+from distributed.shard.core.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 from distributed.shard.ops.reductions import Dims, dims_of, drop_dims
 from distributed.shard.ops.windows import Window, fetch_halos, no_outputs, output_shape, splits_of
-from distributed.shard.redistribute import sizes_of
-from distributed.shard.spec import Spec
-from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 # {name: (position of dim among the arguments, its default; None: all dimensions)}
 ALONG: dict[str, tuple[int, Dims]] = {

@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.collectives import copy_to_region
-from distributed.shard.axes import unsplit_axes
-from distributed.shard.given import attention_methods
-from distributed.shard.operands import (
+from distributed.shard.core.axes import unsplit_axes
+from distributed.shard.core.given import attention_methods
+from distributed.shard.core.operands import (
     as_replicated,
     global_shape,
     to_spec,
     whole_weight,
 )
+from distributed.shard.core.spec import part_of
+from distributed.shard.core.tensor import ShardTensor, dispatch, local, no_rule, on_shard_tensors, rule, wrap
 from distributed.shard.ops.along import unshard_dims
 from distributed.shard.ops.elementwise import own_stream
-from distributed.shard.spec import part_of
-from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, on_shard_tensors, rule, wrap
 
 _chosen = "gather"
 

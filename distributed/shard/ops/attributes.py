@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial
 
-from distributed.shard.operands import gradient_spec, redistribute, replicate, split_alike, to_spec
-from distributed.shard.spec import Spec
-from distributed.shard.tensor import AsShardTensors, ShardTensor, local, named, rule, wrap
+from distributed.shard.core.operands import gradient_spec, redistribute, replicate, split_alike, to_spec
+from distributed.shard.core.spec import Spec
+from distributed.shard.core.tensor import AsShardTensors, ShardTensor, local, named, rule, wrap
 
 
 @rule(

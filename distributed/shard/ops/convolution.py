@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distributed.collectives import Sizes, to_compute_dtype
-from distributed.shard.halo import HaloExchange, Interval, bounds
+from distributed.shard.core.halo import HaloExchange, Interval, bounds
 from distributed.shard.ops.windows import (
     Output,
     Padding,

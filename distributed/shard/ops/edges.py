@@ -20,12 +20,12 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves, tree_map
 
 from distributed.collectives import Group
-from distributed.shard import tensor as shard_tensor
-from distributed.shard.axes import OutOfOrder, mesh_dims_of, unsplit_axes
-from distributed.shard.calls import name_of
-from distributed.shard.constants import Index, constant, row_numbers
-from distributed.shard.hacks import adopt
-from distributed.shard.operands import (
+from distributed.shard.core import tensor as shard_tensor
+from distributed.shard.core.axes import OutOfOrder, mesh_dims_of, unsplit_axes
+from distributed.shard.core.calls import name_of
+from distributed.shard.core.constants import Index, constant, row_numbers
+from distributed.shard.core.hacks import adopt
+from distributed.shard.core.operands import (
     check_writable,
     global_shape,
     gradient_spec,
@@ -34,8 +34,7 @@ from distributed.shard.operands import (
     sum_partial,
     to_spec,
 )
-from distributed.shard.ops.elementwise import changes_in_place
-from distributed.shard.order import (
+from distributed.shard.core.order import (
     Exchange,
     Order,
     exchange_of,
@@ -45,8 +44,9 @@ from distributed.shard.order import (
     ordered_axes,
     ordered_dim,
 )
-from distributed.shard.spec import Spec
-from distributed.shard.tensor import LocalTensors, ReorderedTensor, ShardTensor, local, no_rule, wrap
+from distributed.shard.core.spec import Spec
+from distributed.shard.core.tensor import LocalTensors, ReorderedTensor, ShardTensor, local, no_rule, wrap
+from distributed.shard.ops.elementwise import changes_in_place
 
 IN_ANY_ORDER: set[Callable] = set()  # functions whose rules treat all rows alike, or raise OutOfOrder: any_order.py
 

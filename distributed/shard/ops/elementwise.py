@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed.shard.given import Hooks
-from distributed.shard.hacks import adopt
-from distributed.shard.operands import check_writable, common_spec, gradient_spec, sum_partial
-from distributed.shard.plans import Plan, fit_of, fitted, planned_else
-from distributed.shard.spec import Spec
-from distributed.shard.tensor import ShardTensor, local, named, no_rule, rule, wrap, wrap_result
+from distributed.shard.core.given import Hooks
+from distributed.shard.core.hacks import adopt
+from distributed.shard.core.operands import check_writable, common_spec, gradient_spec, sum_partial
+from distributed.shard.core.plans import Plan, fit_of, fitted, planned_else
+from distributed.shard.core.spec import Spec
+from distributed.shard.core.tensor import ShardTensor, local, named, no_rule, rule, wrap, wrap_result
 
 
 def pointwise_names() -> set[str]:

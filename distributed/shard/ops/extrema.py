@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from distributed.collectives import Group, copy_to_region, reduce_from_region
-from distributed.shard.operands import sum_partial
+from distributed.shard.core.operands import sum_partial
+from distributed.shard.core.spec import part_of
+from distributed.shard.core.tensor import ShardTensor, dispatch, local, named, rule, wrap
 from distributed.shard.ops.reductions import Dims, dims_of, reduce_by, wrap_reduced
-from distributed.shard.spec import part_of
-from distributed.shard.tensor import ShardTensor, dispatch, local, named, rule, wrap
 
 
 @rule(*named("amax", "amin"))

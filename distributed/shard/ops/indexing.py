@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from distributed.shard.axes import Axes, Axis, mesh_dims_of, prefix_axes, unsplit_axes
-from distributed.shard.halo import bounds
-from distributed.shard.operands import redistribute, sum_partial
+from distributed.shard.core.axes import Axes, Axis, mesh_dims_of, prefix_axes, unsplit_axes
+from distributed.shard.core.halo import bounds
+from distributed.shard.core.operands import redistribute, sum_partial
+from distributed.shard.core.plans import Plan, planned, planned_else
+from distributed.shard.core.spec import Spec
+from distributed.shard.core.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 from distributed.shard.ops.along import unshard_dims
 from distributed.shard.ops.edges import find_rows
 from distributed.shard.ops.lookup import mask_of, masked, rows_of_plain
 from distributed.shard.ops.views import without_memory
 from distributed.shard.ops.windows import no_outputs
-from distributed.shard.plans import Plan, planned, planned_else
-from distributed.shard.spec import Spec
-from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 ARRAYS = list, np.ndarray
 OF_ELEMENTS = Tensor, range, bool, *ARRAYS  # items of an index that are no numbers or slices

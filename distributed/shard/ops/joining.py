@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from distributed.collectives import concatenated
-from distributed.shard.axes import Axis, merged, mesh_dims_of, prefix_axes, unsplit_axes
-from distributed.shard.halo import HaloExchange, bounds
-from distributed.shard.operands import global_shape, joint_axes
+from distributed.shard.core.axes import Axis, merged, mesh_dims_of, prefix_axes, unsplit_axes
+from distributed.shard.core.halo import HaloExchange, bounds
+from distributed.shard.core.operands import global_shape, joint_axes
+from distributed.shard.core.plans import Plan, as_it_is, fit_of, planned_of_tensors
+from distributed.shard.core.spec import Spec, shard_sizes
+from distributed.shard.core.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 from distributed.shard.ops.along import on_whole
 from distributed.shard.ops.reductions import dims_of
 from distributed.shard.ops.views import numbers
-from distributed.shard.plans import Plan, as_it_is, fit_of, planned_of_tensors
-from distributed.shard.spec import Spec, shard_sizes
-from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
 @rule(*named("stack"))

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.shard.axes import mesh_dims_of, unsplit_axes
-from distributed.shard.operands import (
+from distributed.shard.core.axes import mesh_dims_of, unsplit_axes
+from distributed.shard.core.operands import (
     common_spec,
     global_shape,
     joint_axes,
@@ -23,10 +23,9 @@ from distributed.shard.operands import (
     sum_partial,
     whole_weight,
 )
-from distributed.shard.ops.along import split_again, unshard_dims
-from distributed.shard.plans import Plan, as_it_is, fit_of, fitted, planned_of_tensors
-from distributed.shard.spec import Spec, part_of
-from distributed.shard.tensor import (
+from distributed.shard.core.plans import Plan, as_it_is, fit_of, fitted, planned_of_tensors
+from distributed.shard.core.spec import Spec, part_of
+from distributed.shard.core.tensor import (
     ShardTensor,
     dispatch,
     named,
@@ -34,6 +33,7 @@ from distributed.shard.tensor import (
     rule,
     wrap,
 )
+from distributed.shard.ops.along import split_again, unshard_dims
 
 LEAST_OF_A_PART = 4  # a sum that has a quarter of the elements of a rank's part, or more, is split again
 

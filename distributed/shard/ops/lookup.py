@@ -10,9 +10,9 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
 from distributed.collectives import all_gather
-from distributed.shard.axes import Axes, Axis, check_order, merged, mesh_dims_of, unsplit_axes
-from distributed.shard.constants import row_numbers
-from distributed.shard.operands import (
+from distributed.shard.core.axes import Axes, Axis, check_order, merged, mesh_dims_of, unsplit_axes
+from distributed.shard.core.constants import row_numbers
+from distributed.shard.core.operands import (
     check_writable,
     global_shape,
     local_operand,
@@ -20,10 +20,10 @@ from distributed.shard.operands import (
     sum_partial,
     whole_weight,
 )
+from distributed.shard.core.spec import Spec, shard_sizes
+from distributed.shard.core.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 from distributed.shard.ops.along import move_split, restore_sharding, unshard_dims
 from distributed.shard.ops.edges import find_rows, scatter_rows
-from distributed.shard.spec import Spec, shard_sizes
-from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 
 @rule(*named("gather", "take_along_dim"))

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from distributed.collectives import at_least_float32, differentiated_again, tensor_on
-from distributed.shard.operands import sum_partial
+from distributed.shard.core.operands import sum_partial
+from distributed.shard.core.plans import Plan, planned_else
+from distributed.shard.core.spec import Shares
+from distributed.shard.core.tensor import ShardTensor, local, named, no_rule, rule
 from distributed.shard.ops.reductions import Dims, dims_of, drop_dims, gathered_summaries, wrap_reduced
-from distributed.shard.plans import Plan, planned_else
-from distributed.shard.spec import Shares
-from distributed.shard.tensor import ShardTensor, local, named, no_rule, rule
 
 
 def centred(

@@ -13,11 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.collectives import at_least_float32, copy_to_region, differentiated_again, reduce_from_region
-from distributed.shard.operands import local_operand, replicate, sum_partial, whole_weight
-from distributed.shard.ops.moments import centred, merge_moments, moments
-from distributed.shard.ops.reductions import autocast_dtype, dims_of, drop_dims
-from distributed.shard.spec import Shares
-from distributed.shard.tensor import (
+from distributed.shard.core.operands import local_operand, replicate, sum_partial, whole_weight
+from distributed.shard.core.spec import Shares
+from distributed.shard.core.tensor import (
     NEVER_SPLIT,
     MaybeTensor,
     NoRule,
@@ -30,6 +28,8 @@ from distributed.shard.tensor import (
     wrap,
     wrap_result,
 )
+from distributed.shard.ops.moments import centred, merge_moments, moments
+from distributed.shard.ops.reductions import autocast_dtype, dims_of, drop_dims
 
 
 class Normal(torch.autograd.Function):

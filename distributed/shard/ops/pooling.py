@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from distributed.collectives import tensor_on
-from distributed.shard.operands import local_operand, sum_partial
+from distributed.shard.core.operands import local_operand, sum_partial
+from distributed.shard.core.tensor import ShardTensor, dispatch, local, named, rule, wrap
 from distributed.shard.ops.along import on_whole, restore_sharding, unshard_dims
 from distributed.shard.ops.windows import (
     DIMENSIONS,
@@ -31,7 +32,6 @@ from distributed.shard.ops.windows import (
     whole_length,
     windows_of,
 )
-from distributed.shard.tensor import ShardTensor, dispatch, local, named, rule, wrap
 
 AVERAGES = set(named("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"))
 

@@ -18,11 +18,11 @@ from distributed.collectives import (
     all_gather,
     gather_from_region,
 )
-from distributed.shard.axes import Axes, mesh_dims_of
-from distributed.shard.operands import sum_partial
-from distributed.shard.plans import Plan, planned
-from distributed.shard.spec import Spec
-from distributed.shard.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
+from distributed.shard.core.axes import Axes, mesh_dims_of
+from distributed.shard.core.operands import sum_partial
+from distributed.shard.core.plans import Plan, planned
+from distributed.shard.core.spec import Spec
+from distributed.shard.core.tensor import ShardTensor, dispatch, local, named, no_rule, rule, wrap
 
 Dims = int | Sequence[int] | None  # None: all
 

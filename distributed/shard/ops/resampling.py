@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from distributed.shard.axes import unsplit_axes
-from distributed.shard.halo import Interval
-from distributed.shard.operands import sum_partial
+from distributed.shard.core.axes import unsplit_axes
+from distributed.shard.core.halo import Interval
+from distributed.shard.core.operands import sum_partial
+from distributed.shard.core.plans import Plan, planned_else
+from distributed.shard.core.tensor import ShardTensor, local, named, no_rule, rule
 from distributed.shard.ops.pooling import adaptive_avg_pooling
 from distributed.shard.ops.windows import (
     PerAxis,
@@ -24,8 +26,6 @@ from distributed.shard.ops.windows import (
     splits_of,
     wrap_output,
 )
-from distributed.shard.plans import Plan, planned_else
-from distributed.shard.tensor import ShardTensor, local, named, no_rule, rule
 
 NEAREST = "nearest", "nearest-exact"
 # Other modes that are sums of rows, by the number of spatial dimensions.

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from distributed.collectives import Sizes
-from distributed.shard.axes import Axes, Axis, check_order, merged, mesh_dims_of, unsplit_axes
-from distributed.shard.operands import global_shape, gradient_spec, local_operand
-from distributed.shard.ops.reductions import dims_of
-from distributed.shard.plans import Plan, planned, planned_else, planned_of_tensors
-from distributed.shard.redistribute import recut
-from distributed.shard.tensor import (
+from distributed.shard.core.axes import Axes, Axis, check_order, merged, mesh_dims_of, unsplit_axes
+from distributed.shard.core.operands import global_shape, gradient_spec, local_operand
+from distributed.shard.core.plans import Plan, planned, planned_else, planned_of_tensors
+from distributed.shard.core.redistribute import recut
+from distributed.shard.core.tensor import (
     ShardTensor,
     dispatch,
     local,
@@ -32,6 +31,7 @@ from distributed.shard.tensor import (
     rule,
     wrap,
 )
+from distributed.shard.ops.reductions import dims_of
 
 Cut = dict[int, Sizes]  # {mesh dimension: sizes that its ranks must have before the reshape}
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from distributed.collectives import Group, Sizes, at_least_float32, tensor_on
-from distributed.shard.halo import HaloExchange, Interval, bounds
-from distributed.shard.operands import sum_partial, whole_weight
-from distributed.shard.tensor import (
+from distributed.shard.core.halo import HaloExchange, Interval, bounds
+from distributed.shard.core.operands import sum_partial, whole_weight
+from distributed.shard.core.tensor import (
     Rule,
     ShardTensor,
     local,

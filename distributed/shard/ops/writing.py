@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from distributed.shard.axes import mesh_dims_of, unsplit_axes
-from distributed.shard.hacks import adopt
-from distributed.shard.operands import check_writable, gradient_spec, local_operand, sum_partial
+from distributed.shard.core.axes import mesh_dims_of, unsplit_axes
+from distributed.shard.core.hacks import adopt
+from distributed.shard.core.operands import check_writable, gradient_spec, local_operand, sum_partial
+from distributed.shard.core.spec import Spec, cut_over
+from distributed.shard.core.tensor import ShardTensor, dispatch, local, no_rule, on_shard_tensors, rule, wrap
 from distributed.shard.ops.elementwise import is_for_all, take_part
 from distributed.shard.ops.indexing import dims_taken, getitem, index_items, locate
 from distributed.shard.ops.lookup import mask_of
-from distributed.shard.spec import Spec, cut_over
-from distributed.shard.tensor import ShardTensor, dispatch, local, no_rule, on_shard_tensors, rule, wrap
 from utils.torch_private import storage_id
 
 

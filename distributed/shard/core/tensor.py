@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling  # one call, where is_compiling takes two
 from torch.distributed.device_mesh import DeviceMesh
 
-from distributed.shard import compiled
-from distributed.shard.calls import flatten_arguments, name_of, place_of_call
-from distributed.shard.redistribute import as_dtensor, chunks, redistribute
-from distributed.shard.spec import CannotSplit, Mesh, Pieces, Spec, as_mesh, spec_of
+from distributed.shard.core import compiled
+from distributed.shard.core.calls import flatten_arguments, name_of, place_of_call
+from distributed.shard.core.redistribute import as_dtensor, chunks, redistribute
+from distributed.shard.core.spec import CannotSplit, Mesh, Pieces, Spec, as_mesh, spec_of
 from utils.errors import UsageError
 
 if TYPE_CHECKING:

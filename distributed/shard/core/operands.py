@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from distributed.collectives import all_to_all, copy_to_region, divide_gradient, reduce_from_region
-from distributed.shard.axes import Axes, has_order, mesh_dims_of, unsplit_axes
-from distributed.shard.order import in_global_order, moved, ordered_dim
-from distributed.shard.redistribute import recut, sizes_of
-from distributed.shard.spec import Mesh, Pieces, Spec, as_mesh, part_of, spec_of
-from distributed.shard.tensor import MaybeTensor, ShardTensor, find_libraries, local, no_rule, wrap
+from distributed.shard.core.axes import Axes, has_order, mesh_dims_of, unsplit_axes
+from distributed.shard.core.order import in_global_order, moved, ordered_dim
+from distributed.shard.core.redistribute import recut, sizes_of
+from distributed.shard.core.spec import Mesh, Pieces, Spec, as_mesh, part_of, spec_of
+from distributed.shard.core.tensor import MaybeTensor, ShardTensor, find_libraries, local, no_rule, wrap
 from utils.torch_private import group_named
 
 if TYPE_CHECKING:

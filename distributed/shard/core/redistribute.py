@@ -23,9 +23,9 @@ from distributed.collectives import (
     reduce_scatter,
     scatter_to_region,
 )
-from distributed.shard.axes import OutOfOrder, merged, mesh_dims_of, unsplit_axes
-from distributed.shard.halo import HaloExchange, bounds
-from distributed.shard.spec import CannotSplit, Pieces, Spec, cut_over
+from distributed.shard.core.axes import OutOfOrder, merged, mesh_dims_of, unsplit_axes
+from distributed.shard.core.halo import HaloExchange, bounds
+from distributed.shard.core.spec import CannotSplit, Pieces, Spec, cut_over
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from distributed.shard.operands import axes_of_operand, local_operand, split_alike, used_apart, whole_weight
-from distributed.shard.spec import Spec, part_of
-from distributed.shard.tensor import ReorderedTensor, ShardTensor, wrap_result
+from distributed.shard.core.operands import axes_of_operand, local_operand, split_alike, used_apart, whole_weight
+from distributed.shard.core.spec import Spec, part_of
+from distributed.shard.core.tensor import ReorderedTensor, ShardTensor, wrap_result
 
 MOST_PLANS = 512  # on a Spec; then it forgets them, and begins anew
 UNKNOWN: Any = object()  # stands for a plan that was not made yet

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from distributed.collectives import Group, all_to_all, gather_from_region, shard_sizes
-from distributed.shard.axes import Axes, Axis, has_order
-from distributed.shard.spec import Spec, cut_over
-from distributed.shard.tensor import ShardTensor, local, wrap
+from distributed.shard.core.axes import Axes, Axis, has_order
+from distributed.shard.core.spec import Spec, cut_over
+from distributed.shard.core.tensor import ShardTensor, local, wrap
 
 MOST_PLANS = 64  # of a tensor of indices or an Order; each is as large as its rows
 Rows = list[np.ndarray]  # numbers of the rows that each rank of a group holds, or wants

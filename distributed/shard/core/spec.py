@@ -15,8 +15,8 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
 from distributed.collectives import Group, Sizes, as_group, shard_sizes
-from distributed.shard.axes import Axes, Axis, check_order, has_order, mesh_dims_of, unsplit_axes
-from distributed.shard.given import Hooks
+from distributed.shard.core.axes import Axes, Axis, check_order, has_order, mesh_dims_of, unsplit_axes
+from distributed.shard.core.given import Hooks
 from utils.torch_private import flattened
 
 if TYPE_CHECKING:

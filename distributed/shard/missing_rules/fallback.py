@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from distributed.shard import tensor as shard_tensor
-from distributed.shard.axes import unsplit_axes
-from distributed.shard.calls import name_of
-from distributed.shard.guards import SEES_PARTS
-from distributed.shard.operands import check_writable, replicate, to_spec, whole_weight
-from distributed.shard.spec import Mesh, Spec
-from distributed.shard.tensor import ShardTensor, dispatch, local, made_whole, no_rule, wrap
+from distributed.shard.core import tensor as shard_tensor
+from distributed.shard.core.axes import unsplit_axes
+from distributed.shard.core.calls import name_of
+from distributed.shard.core.operands import check_writable, replicate, to_spec, whole_weight
+from distributed.shard.core.spec import Mesh, Spec
+from distributed.shard.core.tensor import ShardTensor, dispatch, local, made_whole, no_rule, wrap
+from distributed.shard.missing_rules.guards import SEES_PARTS
 from utils.torch_private import storage_id
 
 FALLBACKS = "error", "gather"

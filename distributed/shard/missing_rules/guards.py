@@ -16,13 +16,12 @@ from torch import Tensor
 from torch._functorch import eager_transforms, vmap
 from torch.autograd.function import Function, _SingleLevelFunction
 
-from distributed.shard.calls import flatten_arguments
-from distributed.shard.compiled import guard_compiler
-from distributed.shard.hacks import replace_backward
-from distributed.shard.operands import gradient_spec
-from distributed.shard.ops.attributes import as_gradient
-from distributed.shard.spec import Spec
-from distributed.shard.tensor import (
+from distributed.shard.core.calls import flatten_arguments
+from distributed.shard.core.compiled import guard_compiler
+from distributed.shard.core.hacks import replace_backward
+from distributed.shard.core.operands import gradient_spec
+from distributed.shard.core.spec import Spec
+from distributed.shard.core.tensor import (
     AsShardTensors,
     LocalTensors,
     ShardTensor,
@@ -31,6 +30,7 @@ from distributed.shard.tensor import (
     rules_apply,
     wrap,
 )
+from distributed.shard.ops.attributes import as_gradient
 
 # Functions that the fallback must not compute either, because a copy of the whole cannot stand for the tensor.
 SEES_PARTS: set[Callable] = set()

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from distributed.shard.spec import Spec, part_of
-from distributed.shard.tensor import ShardTensor, no_rule, wrap
+from distributed.shard.core.spec import Spec, part_of
+from distributed.shard.core.tensor import ShardTensor, no_rule, wrap
 from utils.torch_private import storage_id
 
 ALONE = 2  # users of the storage of a tensor that has no views: the tensor, and the one who asks

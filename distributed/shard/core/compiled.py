@@ -18,7 +18,7 @@ import torch
 from torch.fx import Proxy
 from torch.fx.node import map_aggregate
 
-from distributed.shard.calls import INSIDE, name_of
+from distributed.shard.core.calls import INSIDE, name_of
 from utils.errors import first_line
 
 if TYPE_CHECKING:
