@@ -175,6 +175,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("fault", REFUSED)
+@pytest.mark.filterwarnings("error")
 def test_a_time_that_is_none_is_refused_with_file_and_date(tmp_path, fault):
     arrays, line = REFUSED[fault]
     write(tmp_path / "years", **arrays)

@@ -6,6 +6,7 @@ where all of them are that near.
 
 import importlib.util
 import re
+import warnings
 from typing import Literal
 
 import numpy as np
@@ -87,7 +88,8 @@ def decode_numbers(
         raise UsageError(f"{where} has the calendar '{calendar}', for which cftime is needed: pip install cftime")
     encoded = xarray.Variable("time", values.astype(np.float64), {"units": units, "calendar": calendar})
     try:
-        exact = CFDatetimeCoder().decode(encoded).values
+        with warnings.catch_warnings(action="ignore"):  # of dates for which cftime stands in
+            exact = CFDatetimeCoder().decode(encoded).values
     except Exception as error:  # of xarray, cftime and pandas, for dates that they do not have
         cause = first_line(error)
         raise UsageError(
