@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-INSIDE = (str(Path(__file__).parent), str(Path(torch.__file__).parent))  # of ShardTensor and of torch
+INSIDE = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))  # of ShardTensor and of torch
 
 
 def name_of(func: Callable) -> str:
