@@ -16,8 +16,8 @@ from distributed.attention import METHODS
 from distributed.parallel_model import ParallelModel
 from distributed.pipeline import Pipeline
 from distributed.shard.core import halo
-from distributed.shard.core.tensor import dispatch
-from distributed.shard.ops import normalization
+from distributed.shard.ops import normalization, writing
+from distributed.shard.ops.writing import on_shard_tensors
 from tests.support.layout_faults import (
     CONV,
     NORMS,
@@ -222,8 +222,9 @@ def other_halo(packed, *_):
     return packed.flip(-1)
 
 
-def other_points(func, x, mask, *value):
-    return dispatch(func, x, mask.flip(0) if is_rank_1() else mask, *value)
+def other_points(function, x, mask, *more):
+    is_wrong = function is writing._fill and is_rank_1()
+    return on_shard_tensors(function, x, mask.flip(0) if is_wrong else mask, *more)
 
 
 def no_evaluation(model, *_):
@@ -288,7 +289,7 @@ MORE_FAULTS = {
         patched("distributed.shard.ops.elementwise.change_row", lambda func, row, *_: row), "domain2",
         "forward pass", r"^mix$", r"what the model computes in front of this Conv2d", WRITES),
     "domain: a mask of other points": Fault(
-        patched("distributed.shard.ops.writing.dispatch", other_points), "domain2",
+        patched("distributed.shard.ops.writing.on_shard_tensors", other_points), "domain2",
         "forward pass", r"^mix$", r"what the model computes in front of this Conv2d", WRITES),
     "domain: another part of the image": Fault(
         instead(Task, "own_part", other_rows), "domain2",
