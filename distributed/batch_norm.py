@@ -25,7 +25,7 @@ from distributed.collectives import (
     reduce_from_region,
 )
 from distributed.shard.core.spec import Shares
-from distributed.shard.ops.normalization import Normal, of_channels, update
+from distributed.shard.ops.normalization import Normal, normal_gradients, of_channels, update
 from distributed.shard.ops.reductions import autocast_dtype
 from distributed.shard_tensor import ShardTensor, local, sum_partial, whole_weight, wrap
 
@@ -184,5 +184,5 @@ class _NormalAround(Normal):
         *_: Tensor,
     ) -> tuple[Tensor | None, ...]:
         """Gradients as those of Normal: it has two arguments less."""
-        gradients = Normal.backward(ctx, grad)
-        return (*gradients, None, None)
+        # The compiler traces a function, and no backward pass of another class.
+        return (*normal_gradients(ctx, grad), None, None)

@@ -115,7 +115,7 @@ def in_float64():
 def test_a_part_that_the_model_compiles_as_one_graph_is_compared(capsys):
     """Hooks that record its modules would break the graph, which the model forbids."""
     words = ["check", "--config=quick", "--device=cpu", "--model=tests.support.usage_models:CompiledWhole"]
-    assert plan.main([*words, "--global_batch_size=2", "--layouts", "dp2"]) == 0
+    assert plan.main([*words, "--sync_batchnorm", "--global_batch_size=2", "--layouts", "dp2"]) == 0
     assert "equal |" in capsys.readouterr().out
 
 

@@ -51,7 +51,7 @@ def test_a_part_that_the_model_compiles_as_one_graph_is_looked_at_and_planned(ti
     """The compiler runs under no mode of a look or a trace, and takes that for an error of the model."""
     usage = look("CompiledWhole")
     compiled = {name for name in usage.calls if name.startswith("gate._orig_mod.")}
-    assert len(compiled) == 2 and "gate._orig_mod.0.weight" in usage.reached
+    assert len(compiled) == 3 and "gate._orig_mod.0.weight" in usage.reached
     config = tiny_config(model=model("CompiledWhole"), model_args={})
     (trace,) = trace_step(config, config.layout(1), "cpu")
     products = {(operation.phase, operation.kind) for operation in trace.operations}

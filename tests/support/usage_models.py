@@ -334,7 +334,7 @@ class CompiledWhole(Base):
     """A part that the model compiles by itself, as one graph."""
 
     def build(self, width):
-        gate = nn.Sequential(nn.Conv2d(width, width, 1), nn.GELU())
+        gate = nn.Sequential(nn.Conv2d(width, width, 1), nn.BatchNorm2d(width), nn.GELU())
         self.gate = torch.compile(gate, fullgraph=True, backend="aot_eager")
 
     def between(self, x):

@@ -79,55 +79,60 @@ class Normal(torch.autograd.Function):
         grad: Tensor,
         *_: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of x, weight and bias; one all-reduce of two numbers for each mean.
+        """Gradients of x, weight and bias."""
+        return normal_gradients(ctx, grad)
 
-        With g = grad * weight, and averages over dims on all ranks:
-        gradient of x = (g - average(g) - normal * average(g * normal)) * scale.
-        """
-        x, weight, bias, mean, scale = ctx.saved_tensors
-        again = differentiated_again()
-        if again:  # what was kept has no graph
-            mean, scale = ctx.statistics(x)
-        deviation = x - mean  # computed again, because to keep it would take memory
-        grad = at_least_float32(grad)
 
-        # Sums of grad * normal and of grad, first over the dimensions along which the weight is the same: the sums over
-        # others are small.
-        uniform = uniform_dims(ctx.dims, x.dim(), weight, bias)
-        grad_normal_sum = sum_over(grad * deviation, uniform) * scale
-        grad_sum = sum_over(grad, uniform)
-        _, for_weight, for_bias, *_ = ctx.needs_input_grad
-        weight_grad = None
-        if for_weight:
-            weight_grad = grad_normal_sum.sum_to_size(weight.shape).to(weight.dtype)
-        bias_grad = None
-        if for_bias:
-            bias_grad = grad_sum.sum_to_size(bias.shape).to(bias.dtype)
+def normal_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of x, weight and bias; one all-reduce of two numbers for each mean.
 
-        # average(g * normal) and average(g) over all dims, on all ranks that share them.
-        if weight is not None:
-            grad_normal_sum = grad_normal_sum * weight
-            grad_sum = grad_sum * weight
-        own_sums = [
-            grad_normal_sum.sum(ctx.dims, keepdim=True),
-            grad_sum.sum(ctx.dims, keepdim=True),
-        ]
-        sums = torch.stack(own_sums)  # (2, ...), where dims have size 1
-        count = math.prod([x.shape[d] for d in ctx.dims])
-        if ctx.shared_by is not None:
-            counts, group = ctx.shared_by
-            sums = reduce_from_region(sums, group)
-            sums = copy_to_region(sums, group)  # each rank uses them for other elements
-            count = sum(counts)
-        average_normal, average = (sums / count).unbind()
+    With g = grad * weight, and averages over dims on all ranks:
+    gradient of x = (g - average(g) - normal * average(g * normal)) * scale.
+    """
+    x, weight, bias, mean, scale = ctx.saved_tensors
+    again = differentiated_again()
+    if again:  # what was kept has no graph
+        mean, scale = ctx.statistics(x)
+    deviation = x - mean  # computed again, because to keep it would take memory
+    grad = at_least_float32(grad)
 
-        # The gradient of x, computed in the memory of x - mean.
-        factor = scale if weight is None else scale * weight
-        buffer = deviation.clone() if again else deviation
-        x_grad = buffer.mul_(-scale.square() * average_normal)
-        x_grad = x_grad.sub_(average * scale)
-        x_grad = x_grad.addcmul_(grad, factor)
-        return x_grad.to(x.dtype), weight_grad, bias_grad, None, None, None
+    # Sums of grad * normal and of grad, first over the dimensions along which the weight is the same: the sums over
+    # others are small.
+    uniform = uniform_dims(ctx.dims, x.dim(), weight, bias)
+    grad_normal_sum = sum_over(grad * deviation, uniform) * scale
+    grad_sum = sum_over(grad, uniform)
+    _, for_weight, for_bias, *_ = ctx.needs_input_grad
+    weight_grad = None
+    if for_weight:
+        weight_grad = grad_normal_sum.sum_to_size(weight.shape).to(weight.dtype)
+    bias_grad = None
+    if for_bias:
+        bias_grad = grad_sum.sum_to_size(bias.shape).to(bias.dtype)
+
+    # average(g * normal) and average(g) over all dims, on all ranks that share them.
+    if weight is not None:
+        grad_normal_sum = grad_normal_sum * weight
+        grad_sum = grad_sum * weight
+    own_sums = [
+        grad_normal_sum.sum(ctx.dims, keepdim=True),
+        grad_sum.sum(ctx.dims, keepdim=True),
+    ]
+    sums = torch.stack(own_sums)  # (2, ...), where dims have size 1
+    count = math.prod([x.shape[d] for d in ctx.dims])
+    if ctx.shared_by is not None:
+        counts, group = ctx.shared_by
+        sums = reduce_from_region(sums, group)
+        sums = copy_to_region(sums, group)  # each rank uses them for other elements
+        count = sum(counts)
+    average_normal, average = (sums / count).unbind()
+
+    # The gradient of x, computed in the memory of x - mean.
+    factor = scale if weight is None else scale * weight
+    buffer = deviation.clone() if again else deviation
+    x_grad = buffer.mul_(-scale.square() * average_normal)
+    x_grad = x_grad.sub_(average * scale)
+    x_grad = x_grad.addcmul_(grad, factor)
+    return x_grad.to(x.dtype), weight_grad, bias_grad, None, None, None
 
 
 def _statistics(
